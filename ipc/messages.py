@@ -1,0 +1,438 @@
+"""Every message that crosses a process boundary, with its sender, its receiver and its meaning.
+
+Words, the same in the whole project:
+
+    request   what a client asked for; has a ``request_id`` chosen by the client
+    row       a request's stable place in the workers' persistent batch, from first schedule to finish or preemption
+    block     unit of KV cache, ``block_size`` tokens
+    slot      one token's place in it: ``block_id * block_size + offset``
+    step      one SchedulerOutput, numbered by ``step_id`` from 1 in each epoch, run by every stage in the same order
+    stage     one pipeline position
+    cohort    one of the groups into which live decodes are split
+    epoch     one life of the worker group, numbered from 1 by the core
+
+Rules: tags are never reused; new fields go last and have defaults; nothing is pickled; no torch type travels.
+``codec.py`` turns these types into frames and back, and checks every field on the way in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar, dataclass_transform
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits that the codec checks: values of an integer, or length of a text, of bytes or of a list."""
+
+    low: int
+    high: int
+
+
+U16 = Annotated[int, Bounds(0, (1 << 16) - 1)]
+U32 = Annotated[int, Bounds(0, (1 << 32) - 1)]
+U64 = Annotated[int, Bounds(0, (1 << 64) - 1)]
+Name = Annotated[str, Bounds(0, 256)]
+Text = Annotated[str, Bounds(0, 1 << 16)]
+RequestId = Annotated[str, Bounds(1, 128)]
+Blob = Annotated[bytes, Bounds(0, 1 << 28)]
+
+Ints = list[int]
+"""A column of integers in [-2^31, 2^31); packed at the narrowest width that fits, one value when all are equal."""
+
+IdBuffer = NDArray[np.int32]
+"""A column as a raw frame of its own: little-endian int32, never copied into the head."""
+
+FloatBuffer = NDArray[np.float32]
+"""A raw frame of little-endian float32."""
+
+Scalars = dict[str, int | float | str | bool]
+"""A flat map of named values."""
+
+MESSAGE_TYPES: dict[int, type] = {}
+
+M = TypeVar("M")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def message(tag: int) -> Callable[[type[M]], type[M]]:
+    """Make a class a frozen, slotted, keyword-only dataclass that travels under ``tag``."""
+
+    def register(cls: type[M]) -> type[M]:
+        if tag in MESSAGE_TYPES:
+            raise ValueError(f"tag {tag} belongs to {MESSAGE_TYPES[tag].__name__}")
+        made = part(cls)
+        MESSAGE_TYPES[tag] = made
+        return made
+
+    return register
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def part(cls: type[M]) -> type[M]:
+    """The same for a class that travels only inside a message."""
+    return dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)
+
+
+# ---------------------------------------------------------------------------------------------- core and workers
+
+
+@message(tag=1)
+class WorkerHello:
+    """worker -> core: a rank of the worker group is up and asks to be let into an epoch."""
+
+    rank: U32
+    world_size: U32
+    local_world_size: U32
+    nonce: U64
+    """Random, drawn once per process: tells two lives of the same rank apart."""
+    pid: U32
+    host: Name
+    """Same text on ranks that share memory and devices."""
+    key: Name
+    """What the core's owner published to its ranks; a hello with another key is not answered."""
+    token_address: Text = ""
+    """Where stage 0 receives SampledTokens; empty from other stages."""
+
+
+@message(tag=2)
+class EpochStart:
+    """core -> worker: the group is complete; build the process group of this epoch, then load."""
+
+    core_id: U64
+    epoch: U32
+    nonce: U64
+    """Of the hello that this answers."""
+    core_pid: U32
+    core_host: Name
+    store: Text
+    """FileStore path (one agent), or prefix of the agent's store (several)."""
+    token_address: Text
+    """Stage 0's address for SampledTokens."""
+
+
+@part
+class KVCacheGroup:
+    """Layers that share block tables because their cache grows by the same rule."""
+
+    kind: Name
+    """Spec type: "full"; later others such as "window"."""
+    layers: Ints
+    """Global layer numbers."""
+    window: U32 = 0
+    """Tokens that a windowed layer looks back on, the current one included; 0 without a window."""
+
+
+@message(tag=3)
+class WorkerLoaded:
+    """worker -> core: weights are in memory; this is what a KV block costs here and what is free."""
+
+    core_id: U64
+    epoch: U32
+    rank: U32
+    groups: tuple[KVCacheGroup, ...]
+    bytes_per_block: U64
+    """Over all of this stage's layers."""
+    free_bytes: U64
+    """Free on the device now, whoever else shares it."""
+    device: Name
+    weight_bytes: U64
+    load_s: float
+    num_threads: U32
+
+
+@message(tag=4)
+class KVCacheConfig:
+    """core -> worker: make the cache tensors, warm up, and report ready."""
+
+    core_id: U64
+    epoch: U32
+    num_blocks: U32
+    block_size: U32
+    max_model_len: U32
+    groups: tuple[KVCacheGroup, ...]
+    """Of the whole model; each stage keeps its own layers of them."""
+
+
+@message(tag=5)
+class WorkerReady:
+    """worker -> core: cache made, links warm; steps may come."""
+
+    core_id: U64
+    epoch: U32
+    rank: U32
+    kv_bytes: U64
+    warmup_s: float
+
+
+@message(tag=6)
+class WorkerFailed:
+    """worker -> core: this rank is about to end, and why."""
+
+    core_id: U64
+    epoch: U32
+    rank: U32
+    cause: Text
+    fatal: bool
+    """True when no restart can cure it."""
+
+
+@message(tag=7)
+class Shutdown:
+    """core -> worker: finish; exit with code 0."""
+
+    core_id: U64
+    epoch: U32
+    reason: Text
+
+
+@message(tag=8)
+class Heartbeat:
+    """core -> worker: answer to a StageReport, so that a rank knows that its core lives."""
+
+    core_id: U64
+    epoch: U32
+
+
+@message(tag=9)
+class StageReport:
+    """worker -> core: once a second from the control thread: alive, and where this stage's time went.
+
+    All times are seconds since the epoch began.
+    """
+
+    core_id: U64
+    epoch: U32
+    rank: U32
+    num_steps: U64
+    busy_s: float
+    plan_wait_s: float
+    receive_wait_s: float
+    token_wait_s: float
+    queue_depth: U32
+    resident_bytes: U64
+
+
+@part
+class NewRequestData:
+    """Everything that a worker is ever told about a request at once; after this come deltas only.
+
+    Preemption and recovery are "row freed" and "new request" again, with the generated tokens behind the prompt.
+    """
+
+    row: U32
+    request_id: RequestId
+    token_ids: IdBuffer
+    """Prompt, then what was generated so far."""
+    num_prompt_tokens: U32
+    num_computed_tokens: U32
+    """Tokens whose keys and values are already in the blocks below."""
+    block_ids: tuple[Ints, ...]
+    """Per KV group."""
+    params: SamplingParams
+    """``seed`` is always set: the core draws one where the client gave none."""
+
+
+@part
+class CachedRequestData:
+    """Deltas for rows of this step that the workers know already: the blocks they gain.
+
+    ``indices[i]`` is a position in the step's ``rows``; per KV group g, the next ``num_new_blocks[g][i]`` entries of
+    ``new_block_ids[g]`` are appended to that row's table.
+    """
+
+    indices: Ints = field(default_factory=list)
+    num_new_blocks: tuple[Ints, ...] = ()
+    new_block_ids: tuple[Ints, ...] = ()
+
+
+@message(tag=10)
+class SchedulerOutput:
+    """core -> worker: one step, the same bytes to every rank.
+
+    Order of effects: rows are freed, new requests take rows, tables grow, the batch is computed. For each row of the
+    batch its next ``num_scheduled_tokens`` tokens are computed; when that reaches the last token known (or promised by
+    an earlier step), the row samples one token.
+    """
+
+    core_id: U64
+    epoch: U32
+    step_id: U64
+    freed_rows: Ints
+    new_requests: tuple[NewRequestData, ...]
+    cached_requests: CachedRequestData
+    rows: Ints
+    """The batch; rows that compute one token come first."""
+    num_scheduled_tokens: Ints
+    needs_tokens_of_step: U64
+    """Newest step whose sampled tokens are inputs of this one; 0 for none."""
+    has_grammar: bool = False
+
+
+@message(tag=11)
+class SampledTokens:
+    """last stage -> stage 0, past the core: the inputs of steps to come. One per step, also when empty."""
+
+    epoch: U32
+    step_id: U64
+    rows: Ints
+    token_ids: Ints
+    """``counts[i]`` tokens for ``rows[i]``, flat."""
+    counts: Ints
+
+
+@part
+class LogprobColumns:
+    """Log probabilities for some positions of some rows.
+
+    Row i has ``num_positions[i]`` positions, the first of which is token number ``starts[i]`` of its sequence; each
+    position has ``1 + num_top[i]`` entries in the buffers: the token itself, then the most likely ones in order.
+    """
+
+    rows: Ints
+    starts: Ints
+    num_positions: Ints
+    num_top: Ints
+    token_ids: IdBuffer
+    logprobs: FloatBuffer
+    ranks: IdBuffer
+    """One per position: how many tokens are at least as likely as the position's own, itself included."""
+
+
+@message(tag=12)
+class ModelRunnerOutput:
+    """last stage -> core: what a step produced."""
+
+    core_id: U64
+    epoch: U32
+    step_id: U64
+    rows: Ints
+    """Rows that sampled, in batch order."""
+    token_ids: Ints
+    counts: Ints
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: LogprobColumns | None = None
+    nan_rows: Ints = field(default_factory=list)
+    """Rows whose logits held a NaN: their requests end with an error."""
+
+
+# ---------------------------------------------------------------------------------------------- core and clients
+
+
+@message(tag=32)
+class Attach:
+    """client -> core: who are you? Answered with ModelInfo."""
+
+    client: Name = ""
+    """Name and version of the client library, for the log."""
+
+
+@message(tag=33)
+class AddRequest:
+    """client -> core: generate. Answered with RequestOutput messages, or one RequestFailed."""
+
+    request_id: RequestId
+    """Unique among this client's open requests."""
+    prompt_token_ids: IdBuffer
+    params: SamplingParams
+    output_token_ids: IdBuffer = field(default_factory=lambda: np.zeros(0, np.int32))
+    """On resubmission: what was received before; generation goes on behind it."""
+    priority: Annotated[int, Bounds(-(1 << 31), (1 << 31) - 1)] = 0
+
+
+@message(tag=34)
+class AbortRequest:
+    """client -> core: end a request; harmless in every state, also for ids that are unknown or over."""
+
+    request_id: RequestId
+    reason: Name = "abort"
+    """Becomes the finish reason: "abort", or "stop" when a stop string matched."""
+
+
+@message(tag=35)
+class Control:
+    """client -> core: a question about the engine. Answered with ControlReply."""
+
+    control_id: U64
+    op: Name
+    """"stats" or "health"."""
+
+
+@message(tag=48)
+class ModelInfo:
+    """core -> client: what is served, its limits, and all that a client needs to turn text into tokens and back."""
+
+    core_id: U64
+    version: Name
+    name: Text
+    num_stages: U32
+    vocab_size: U32
+    max_model_len: U32
+    """Most tokens of a prompt and its answer together."""
+    max_num_seqs: U32
+    eos_token_ids: Ints
+    tokenizer: Blob
+    """A ``tokenizer.json`` of the tokenizers library; empty when the model came without one."""
+    tokenizer_config: Blob
+    """JSON object: special tokens, add_bos_token, and what else the model's tokenizer_config.json holds."""
+    chat_template: str | None = None
+    generation_config: Blob = b"{}"
+
+
+@part
+class TokenLogprobs:
+    """Log probabilities of consecutive tokens of one request; layout as in LogprobColumns."""
+
+    start: U32
+    num_top: U32
+    token_ids: IdBuffer
+    logprobs: FloatBuffer
+    ranks: IdBuffer
+
+
+@message(tag=49)
+class RequestOutput:
+    """core -> client: new tokens of one request; the last one carries the finish reason."""
+
+    core_id: U64
+    request_id: RequestId
+    new_token_ids: Ints
+    finish_reason: Name | None = None
+    """None while it goes on; then "stop" (end token, stop id, stop string), "length" or "abort"."""
+    stop_reason: U32 | None = None
+    """The stop token id that ended it; None for the model's own end token and otherwise."""
+    num_prompt_tokens: U32 = 0
+    num_output_tokens: U32 = 0
+    """All so far, those of this message included."""
+    seed: U64 = 0
+    """The seed in use: the client's, or the one drawn by the core."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    num_cached_tokens: U32 = 0
+
+
+@message(tag=50)
+class RequestFailed:
+    """core -> client: this request is over with an error; nothing more will come."""
+
+    core_id: U64
+    request_id: Annotated[str, Bounds(0, 128)]
+    """Empty when the client's message was too broken to name one."""
+    code: Name
+    reason: Text
+    field: Name | None = None
+
+
+@message(tag=51)
+class ControlReply:
+    """core -> client: the answer to a Control."""
+
+    core_id: U64
+    control_id: U64
+    error: Text
+    """Empty when it went well."""
+    values: Scalars

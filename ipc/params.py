@@ -1,0 +1,137 @@
+"""How a client wants its tokens chosen, and when generation ends."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from ipc.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_TOKENS = 1 << 24
+MAX_TEMPERATURE = 100.0
+MAX_SEED = (1 << 63) - 1
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Per-request sampling and stopping rules; an existing object is a valid one.
+
+    Filters act in this order: temperature, top_k, top_p, then one draw. Ties at an edge keep the lower token id.
+
+    Raises:
+        RequestError: naming the field, its value and the rule.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None means up to the model's context limit."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy (argmax)."""
+
+    top_k: int = 0
+    """Keep exactly the k most likely tokens; 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]."""
+
+    seed: int | None = None
+    """Same seed, same tokens, whatever runs beside it; None lets the engine draw one (told in the output)."""
+
+    stop: tuple[str, ...] = ()
+    """Text at which the answer ends (matched by the text clients; raw clients use stop_token_ids)."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer; such a token is part of token_ids but not of the text."""
+
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens."""
+
+    include_stop_str_in_output: bool = False
+    """Keep the matched stop string at the end of the text."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    logprobs: int | None = None
+    """With each token its log probability and those of this many most likely ones (0 to 20); None for none.
+
+    Values are log-softmax of the model's raw logits, before temperature and filters.
+    """
+
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from its second one on."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_int("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p <= 0:
+            raise _refused("top_p", self.top_p, "must be above 0 and at most 1")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        _freeze_items(self, "stop", str, MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise _refused("stop", text, f"each must have 1 to {MAX_STOP_STRING_CHARS} characters")
+        _freeze_items(self, "stop_token_ids", int, MAX_STOP_TOKEN_IDS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if type(getattr(self, name)) is not bool:
+                raise _refused(name, getattr(self, name), "must be true or false")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Only the fields that differ from their defaults: small, and readable in a dump."""
+        return {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+
+    @classmethod
+    def from_wire(cls, values: Mapping[Any, Any]) -> "SamplingParams":
+        """Rebuild from a decoded map; null means unset. Raises RequestError as the constructor does."""
+        for name in values:
+            if name not in _DEFAULTS:
+                raise _refused(str(name)[:64], values[name], "is not a known sampling parameter")
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def _refused(field: str, value: Any, rule: str) -> RequestError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return RequestError(f"{field}={shown} {rule}", field=field)
+
+
+def _check_int(field: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int:
+        raise _refused(field, value, "must be an integer")
+    if not low <= value <= high:
+        raise _refused(field, value, f"must be between {low} and {high}")
+
+
+def _check_number(field: str, value: Any, low: float, high: float) -> None:
+    if type(value) not in (int, float):
+        raise _refused(field, value, "must be a number")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise _refused(field, value, f"must be between {low:g} and {high:g}")
+
+
+def _freeze_items(params: SamplingParams, field: str, kind: type, most: int) -> None:
+    value = getattr(params, field)
+    items = (value,) if type(value) is kind else value
+    if not isinstance(items, (list, tuple)) or any(type(item) is not kind for item in items):
+        raise _refused(field, value, f"must be a list of {kind.__name__} values")
+    if len(items) > most:
+        raise RequestError(f"{field} has {len(items)} entries; at most {most} are allowed", field=field)
+    object.__setattr__(params, field, tuple(items))
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
