@@ -1,0 +1,1 @@
+"""How does plain torch attend over a paged cache?"""

@@ -1,0 +1,1 @@
+"""How activations get from one stage to the next: an interface, and one file per transport."""

@@ -1,0 +1,366 @@
+"""What model is this? Reads a checkpoint's own description, without torch."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ipc.errors import ConfigError
+from worker.gguf_file import GGUFFile, read_gguf_file
+
+FIELD = "MODEL"
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+"""Class names in config.json to the families of worker/models."""
+
+GGUF_ARCHITECTURES = {"llama": "llama"}
+"""``general.architecture`` of a GGUF file to the families of worker/models."""
+
+ROPE_KINDS = ("default", "linear", "llama3", "factors")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How positions turn queries and keys."""
+
+    theta: float
+    """Base of the wavelengths."""
+
+    kind: str = "default"
+    """``default``; ``linear`` (all frequencies divided by ``factor``); ``llama3`` (low frequencies divided by
+    ``factor``, with a smooth passage); ``factors`` (each frequency divided by its entry of ``factors``)."""
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+
+    original_max_position: int = 0
+    """Context length before it was stretched; for ``llama3``."""
+
+    factors: tuple[float, ...] = ()
+    """One divisor for each of the D / 2 frequencies."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise _refused("rope type", self.kind, f"must be one of {', '.join(ROPE_KINDS)}")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise _refused("rope_theta", self.theta, "must be above 0")
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise _refused("rope factor", self.factor, "must be above 0")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise _refused(
+                "high_freq_factor", self.high_freq_factor, f"must be above low_freq_factor={self.low_freq_factor}"
+            )
+        if self.kind == "llama3" and self.original_max_position < 1:
+            raise _refused("original_max_position_embeddings", self.original_max_position, "must be at least 1")
+        if any(not (math.isfinite(factor) and factor > 0) for factor in self.factors):
+            raise _refused("rope factors", self.factors, "must all be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and rules of a decoder-only model; nothing in it depends on how the model is run."""
+
+    architecture: str
+    """Key of the table of model classes, such as ``llama``."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    """The head uses the embedding's matrix."""
+
+    attention_bias: bool
+    """q, k, v and o projections have biases."""
+
+    mlp_bias: bool
+    dtype: str
+    """Of the checkpoint; ``bfloat16`` for one that is quantized."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer, without repetition."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "vocab_size",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise _refused(name, getattr(self, name), "must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise _refused("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}")
+        if self.head_size % 2:
+            raise _refused("head_size", self.head_size, "must be even")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise _refused("rms_norm_eps", self.rms_norm_eps, "must be above 0")
+        if self.rope.factors and len(self.rope.factors) != self.head_size // 2:
+            raise _refused("rope factors", len(self.rope.factors), f"must be {self.head_size // 2} numbers")
+        if self.dtype not in DTYPES:
+            raise _refused("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+
+
+def read_model_config(path: str) -> ModelConfig:
+    """The description in a folder with ``config.json`` or in a ``.gguf`` file. Weights are not read.
+
+    Raises:
+        ConfigError: for a path that is missing or not readable, a broken file, a missing field, and for models that
+            are not supported; it names the file, the field, the rule and the remedy.
+    """
+    place = Path(path)
+    try:
+        if place.is_dir():
+            return _from_folder(place)
+        if not place.exists():
+            raise ConfigError(FIELD, f"{path} does not exist; give a model folder or a .gguf file")
+        if place.suffix != ".gguf":
+            raise ConfigError(FIELD, f"{path} is not a folder with config.json nor a .gguf file")
+        return _from_gguf(read_gguf_file(path))
+    except OSError as error:
+        raise ConfigError(FIELD, f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _refused(name: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(FIELD, f"{name}={value!r:.80} {rule}")
+
+
+# ------------------------------------------------------------------------------------------------ folder
+
+
+class _Fields:
+    """Typed reads of one JSON object; an error names the file and the field."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """The value; null is the same as absent. Without a default the field is required."""
+        value = self.values.get(name)
+        if value is None:
+            if default is None:
+                raise ConfigError(FIELD, f"{self.where} has no field {name!r}, which this model needs")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} must be of type {kind.__name__}")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """An id or a list of ids; none when absent. Negative ids mean "no such token" and are left out."""
+        value = self.values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token_id) is not int for token_id in ids):
+            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} must be a token id or a list of them")
+        return tuple(token_id for token_id in ids if token_id >= 0)
+
+    def must_be(self, name: str, supported: Any) -> None:
+        """Refuse a field that is set to something that would change results and isn't supported."""
+        value = self.values.get(name, supported)
+        if value is not None and value != supported:
+            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} is not supported, only {supported!r}")
+
+
+def _read_json(path: Path) -> _Fields:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(FIELD, f"{path} is not readable JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(FIELD, f"{path} must hold a JSON object, found {type(values).__name__}")
+    return _Fields(values, str(path))
+
+
+def _from_folder(folder: Path) -> ModelConfig:
+    if not (folder / "config.json").exists():
+        ggufs = sorted(folder.glob("*.gguf"))
+        remedy = f"give the file itself: {ggufs[0]}" if ggufs else "give a model folder in Hugging Face layout"
+        raise ConfigError(FIELD, f"{folder} has no config.json; {remedy}")
+    fields = _read_json(folder / "config.json")
+    architecture = _known_architecture(fields)
+    _refuse_unsupported(fields)
+    _refuse_pickle_only(folder)
+    num_heads = fields.get("num_attention_heads", int)
+    hidden_size = fields.get("hidden_size", int)
+    max_position = fields.get("max_position_embeddings", int)
+    eos_token_ids = fields.token_ids("eos_token_id")
+    if (folder / "generation_config.json").exists():
+        eos_token_ids += _read_json(folder / "generation_config.json").token_ids("eos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=fields.get("num_hidden_layers", int),
+        hidden_size=hidden_size,
+        intermediate_size=fields.get("intermediate_size", int),
+        num_heads=num_heads,
+        num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
+        head_size=fields.get("head_dim", int, 0) or _divide(hidden_size, num_heads, fields.where),
+        vocab_size=fields.get("vocab_size", int),
+        max_position_embeddings=max_position,
+        rms_norm_eps=fields.get("rms_norm_eps", float),
+        rope=_read_rope(fields, max_position),
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+        attention_bias=fields.get("attention_bias", bool, False),
+        mlp_bias=fields.get("mlp_bias", bool, False),
+        dtype=_read_dtype(fields),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+    )
+
+
+def _known_architecture(fields: _Fields) -> str:
+    names = fields.get("architectures", list, [])
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    shown = ", ".join(map(str, names)) or f"model_type {fields.values.get('model_type')!r:.80} without 'architectures'"
+    raise ConfigError(
+        FIELD, f"{fields.where}: unknown architecture {shown}; known are {', '.join(sorted(ARCHITECTURES))}"
+    )
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    quantization = fields.values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            FIELD,
+            f"{fields.where}: quantization_config with quant_method {method!r:.80} is not supported; "
+            "use an unquantized checkpoint or a .gguf file",
+        )
+    fields.must_be("hidden_act", "silu")
+    fields.must_be("partial_rotary_factor", 1.0)
+
+
+def _refuse_pickle_only(folder: Path) -> None:
+    pickled = sorted(folder.glob("pytorch_model*.bin")) + sorted(folder.glob("*.pth")) + sorted(folder.glob("*.pt"))
+    if pickled and not any(folder.glob("*.safetensors*")):
+        raise ConfigError(
+            FIELD, f"{pickled[0]} is a pickle, which can run code and is not read; convert the model to safetensors"
+        )
+
+
+def _divide(hidden_size: int, num_heads: int, where: str) -> int:
+    if num_heads < 1 or hidden_size % num_heads:
+        raise ConfigError(
+            FIELD, f"{where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}"
+        )
+    return hidden_size // num_heads
+
+
+def _read_rope(fields: _Fields, max_position: int) -> RopeConfig:
+    """Either spelling: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling`` (null for none)."""
+    values = fields.get("rope_parameters", dict, {}) | fields.get("rope_scaling", dict, {})
+    rope = _Fields(values, f"{fields.where}: rope scaling")
+    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, 10000.0))
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    rope.must_be("partial_rotary_factor", 1.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=rope.get("factor", float))
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=rope.get("factor", float),
+            low_freq_factor=rope.get("low_freq_factor", float),
+            high_freq_factor=rope.get("high_freq_factor", float),
+            original_max_position=rope.get("original_max_position_embeddings", int, max_position),
+        )
+    raise ConfigError(FIELD, f"{rope.where}: type {kind!r:.80} is not supported; default, linear and llama3 are")
+
+
+def _read_dtype(fields: _Fields) -> str:
+    dtype = fields.get("dtype", str, fields.get("torch_dtype", str, "float32")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(FIELD, f"{fields.where}: dtype={dtype!r:.80} must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+# ------------------------------------------------------------------------------------------------ GGUF
+
+
+def _from_gguf(file: GGUFFile) -> ModelConfig:
+    architecture = file.get("general.architecture", str)
+    if architecture not in GGUF_ARCHITECTURES:
+        raise ConfigError(
+            FIELD,
+            f"{file.path}: unknown architecture {architecture!r:.80}; known are {', '.join(GGUF_ARCHITECTURES)}",
+        )
+    _refuse_unsupported_gguf(file)
+    num_heads = file.get("llama.attention.head_count", int)
+    hidden_size = file.get("llama.embedding_length", int)
+    head_size = file.get("llama.attention.key_length", int, 0) or _divide(hidden_size, num_heads, file.path)
+    for name in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if file.get(name, int, head_size) != head_size:
+            raise ConfigError(FIELD, f"{file.path}: {name}={file.get(name, int)} must equal the head size {head_size}")
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError(FIELD, f"{file.path} has no tensor token_embd.weight")
+    return ModelConfig(
+        architecture=GGUF_ARCHITECTURES[architecture],
+        num_layers=file.get("llama.block_count", int),
+        hidden_size=hidden_size,
+        intermediate_size=file.get("llama.feed_forward_length", int),
+        num_heads=num_heads,
+        num_kv_heads=file.get("llama.attention.head_count_kv", int, num_heads),
+        head_size=head_size,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        max_position_embeddings=file.get("llama.context_length", int),
+        rms_norm_eps=file.get("llama.attention.layer_norm_rms_epsilon", float),
+        rope=_read_gguf_rope(file),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        dtype=_gguf_dtype(file),
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int, -1) if file.has("tokenizer.ggml.bos_token_id") else None,
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                file.get(f"tokenizer.ggml.{name}_token_id", int)
+                for name in ("eos", "eot", "eom")
+                if file.has(f"tokenizer.ggml.{name}_token_id")
+            )
+        ),
+    )
+
+
+def _refuse_unsupported_gguf(file: GGUFFile) -> None:
+    if file.get("split.count", int, 1) > 1:
+        raise ConfigError(FIELD, f"{file.path} is one part of a split file; merge the parts with gguf-split first")
+    if file.get("llama.expert_count", int, 0) > 0:
+        raise ConfigError(FIELD, f"{file.path} is a mixture of experts, which is not supported")
+
+
+def _read_gguf_rope(file: GGUFFile) -> RopeConfig:
+    theta = file.get("llama.rope.freq_base", float, 10000.0)
+    kind = file.get("llama.rope.scaling.type", str, "none")
+    factor = file.get("llama.rope.scaling.factor", float, file.get("llama.rope.scale_linear", float, 1.0))
+    if kind not in ("none", "linear"):
+        raise ConfigError(FIELD, f"{file.path}: rope scaling type {kind!r:.80} is not supported; none and linear are")
+    is_linear = kind == "linear" or file.has("llama.rope.scale_linear")
+    if "rope_freqs.weight" in file.tensors:
+        if is_linear:
+            raise ConfigError(FIELD, f"{file.path} has both rope_freqs.weight and linear rope scaling")
+        return RopeConfig(theta=theta, kind="factors", factors=file.read_floats("rope_freqs.weight"))
+    return RopeConfig(theta=theta, kind="linear", factor=factor) if is_linear else RopeConfig(theta=theta)
+
+
+def _gguf_dtype(file: GGUFFile) -> str:
+    """Of the layers' matrices; quantized ones are computed in bfloat16."""
+    tensor = file.tensors.get("blk.0.attn_q.weight", file.tensors["token_embd.weight"])
+    return {"F32": "float32", "F16": "float16"}.get(tensor.type_name, "bfloat16")

@@ -1,0 +1,33 @@
+"""Which class computes which architecture?"""
+
+from importlib import import_module
+
+import torch
+
+from ipc.errors import ConfigError
+from worker.attention import AttentionBackend
+from worker.model_config import ModelConfig
+from worker.models.stage import StageModel
+
+_CLASSES = {"llama": ("worker.models.llama", "LlamaStage")}
+"""Loaded only when named: a family may need packages that others don't."""
+
+
+def build_stage(
+    config: ModelConfig,
+    layers: range,
+    *,
+    is_first: bool,
+    is_last: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> StageModel:
+    """A stage with its layers' parameters allocated and not yet filled. Raises ConfigError for an unknown family."""
+    if config.architecture not in _CLASSES:
+        raise ConfigError("MODEL", f"no model class for {config.architecture!r}; known are {', '.join(_CLASSES)}")
+    module, name = _CLASSES[config.architecture]
+    stage: StageModel = getattr(import_module(module), name)(
+        config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=device, backend=backend
+    )
+    return stage.eval().requires_grad_(False)

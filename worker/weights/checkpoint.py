@@ -1,0 +1,31 @@
+"""What is a checkpoint to its readers?"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Checkpoint(ABC):
+    """Named tensors on disk, by their Hugging Face names, such as ``model.layers.3.self_attn.q_proj.weight``.
+
+    Nothing but descriptions is read before ``load``. Errors are ConfigErrors that name the file and the tensor.
+    """
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """Of all tensors, those of other stages too."""
+
+    @abstractmethod
+    def describe(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """The file that holds it, for messages."""
+
+    @abstractmethod
+    def load(self, name: str) -> Tensor:
+        """One tensor, float of any width; only its own bytes are read.
+
+        It may lie in memory that is mapped from the file: copy it, and don't change it.
+        """
