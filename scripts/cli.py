@@ -1,0 +1,35 @@
+"""Which commands `brigade` has, and where each of them lives."""
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "serve": "scripts.launch",
+    "generate": "scripts.generate",
+}
+"""Command name to module; the module calls its click command ``command``."""
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when that command is asked for, so that each starts fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name]).command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="brigade", prog_name="brigade")
+def main() -> None:
+    """Serve a language model that is spread over a line of worker processes, and talk to it."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""How does `brigade generate` turn prompts on the command line into requests, and outputs into text or JSON lines?"""
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine import Client, SamplingParams
+from ipc.errors import ConfigError, EngineError, PeerLost, RequestError
+
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5757"
+MAX_OPEN_REQUESTS = 64
+"""Sent ahead of the one being printed: enough to fill a batch, few enough to refuse nobody else's."""
+
+EXIT_REQUEST_FAILED = 1
+EXIT_BAD_USAGE = 2
+EXIT_ENGINE_LOST = 3
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came back for one prompt, as it stands at the end."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+@click.command(name="generate")
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--file",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    help="Read a prompt from this file, '-' for standard input. Repeatable.",
+)
+@click.option("--lines", is_flag=True, help="Every line that is not empty, of files and standard input, is a prompt.")
+@click.option("--connect", metavar="ADDR", default=DEFAULT_ADDRESS, show_default=True, help="Address of the engine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead of streaming text.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: up to the model's limit]")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0 from all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest, up to this sum.")
+@click.option("--seed", type=int, help="Same seed, same tokens.  [default: drawn by the engine]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text. Repeatable.")
+@click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End after this token. Repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's own end token.")
+def command(
+    prompts: tuple[str, ...],
+    files: tuple[str, ...],
+    lines: bool,
+    connect: str,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Ask a running engine to continue each PROMPT.
+
+    Without a PROMPT and without --file, standard input is the prompt. The newline at its end, or at a file's, is not
+    part of it. Answers come in the order of the prompts (arguments first); the text of an answer is printed as it
+    arrives, with a newline behind it.
+
+    With --json each line has index, prompt, text, token_ids and finish_reason ("stop" or "length"), or for a request
+    that failed index, prompt and error (code, message, field).
+
+    \b
+    Exit codes:
+      0    every request was answered
+      1    a request failed; the others were answered
+      2    an option or a prompt can't be used; nothing was sent
+      3    no engine at the address, or it went away
+      130  interrupted; open requests were ended
+    """
+    try:
+        params = SamplingParams(**sampling)
+        texts = _read_prompts(prompts, files, lines)
+        with Client(connect) as client:
+            num_failed = _answer_all(client, texts, params, as_json)
+    except (PeerLost, ConfigError, RequestError) as error:
+        raise _ended(error) from error
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    if num_failed:
+        sys.exit(EXIT_REQUEST_FAILED)
+
+
+def _ended(error: EngineError) -> click.ClickException:
+    shown = click.ClickException(str(error))
+    shown.exit_code = EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE
+    return shown
+
+
+def _read_prompts(prompts: Sequence[str], files: Sequence[str], split_lines: bool) -> list[str]:
+    """All prompts in order. Raises RequestError when there is none, or one that is not UTF-8 text."""
+    if not prompts and not files:
+        if sys.stdin.isatty():
+            raise RequestError("no prompt: give one as an argument, with --file, or on standard input")
+        files = ("-",)
+    found = list(prompts)
+    for name in files:
+        text = _read_text(name)
+        found += [line for line in text.splitlines() if line] if split_lines else [text.removesuffix("\n")]
+    if not found:
+        raise RequestError("no prompt: the input has no line that is not empty")
+    return found
+
+
+def _read_text(name: str) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name}: byte {error.start} is not UTF-8 text") from None
+    except OSError as error:
+        raise RequestError(f"{name}: {error.strerror}") from None
+
+
+def _answer_all(client: Client, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> int:
+    """Print every answer in order, with the requests behind it under way already. Returns how many failed."""
+    num_failed = 0
+    for index, (prompt, stream) in enumerate(_sent_ahead(client, prompts, params)):
+        answer = stream if isinstance(stream, Answer) else _follow(stream, streamed=not as_json)
+        num_failed += answer.error is not None
+        if as_json:
+            click.echo(json.dumps(_as_record(index, prompt, answer), ensure_ascii=False))
+        elif answer.error is not None:
+            where = f"prompt {index + 1}: " if len(prompts) > 1 else ""
+            click.echo(f"Error: {where}{answer.error}", err=True)
+    return num_failed
+
+
+def _sent_ahead(client: Client, prompts: Sequence[str], params: SamplingParams) -> Iterator[tuple[str, Any]]:
+    """Each prompt with the stream of its outputs, or with an Answer when it could not even be sent."""
+    under_way: deque[tuple[str, Any]] = deque()
+    for prompt in prompts:
+        try:
+            under_way.append((prompt, client.generate(prompt, params)))
+        except RequestError as error:
+            under_way.append((prompt, Answer(error=error)))
+        if len(under_way) >= MAX_OPEN_REQUESTS:
+            yield under_way.popleft()
+    yield from under_way
+
+
+def _follow(stream: Any, *, streamed: bool) -> Answer:
+    """Read one stream to its end; ``streamed`` prints the text as it comes."""
+    answer = Answer()
+    try:
+        for output in stream:
+            if streamed:
+                click.echo(output.delta, nl=False)
+            answer = Answer(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
+    except RequestError as error:
+        answer = Answer(text=answer.text, token_ids=answer.token_ids, error=error)
+    if streamed and (answer.text or answer.error is None):
+        click.echo()
+    return answer
+
+
+def _as_record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": index, "prompt": prompt}
+    if answer.error is not None:
+        error = answer.error
+        return record | {"error": {"code": error.code, "message": str(error), "field": error.field}}
+    token_ids = [int(token_id) for token_id in answer.token_ids]
+    return record | {"text": answer.text, "token_ids": token_ids, "finish_reason": answer.finish_reason}

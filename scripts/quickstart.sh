@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Installs Brigade, fetches the demo model, starts two stages, asks one question, checks the answer, shuts down.
+# Usage: ./scripts/quickstart.sh        (from any directory; uses the active virtual environment, else .venv in the clone)
+# Exit code 0 when the answer is the known one and everything ended clean; otherwise 1 and a line that says why.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '== %s\n' "$*"; }
+source scripts/environment.sh
+
+PROMPT="The three primary colors are"
+MAX_TOKENS=39
+SECONDS_TO_START=120
+
+choose_python
+install_brigade ""
+fetch_demo_model
+
+work=$(mktemp -d)
+server=
+clean_up() {
+    if [ -n "$server" ] && kill -TERM "$server" 2>/dev/null; then
+        wait "$server" || true
+    fi
+    rm -rf "$work"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+say "server: brigade serve ${BRIGADE_DEMO_MODEL##*/} --pp 2 --dtype float32"
+"$PYTHON" -m scripts.cli serve "$BRIGADE_DEMO_MODEL" --pp 2 --dtype float32 </dev/null >"$work/log" 2>&1 &
+server=$!
+
+address=
+while IFS= read -r -t "$SECONDS_TO_START" line; do
+    printf '   %s\n' "$line"
+    if [[ $line =~ ^brigade\ ready:.*\ listen=([^ ,]+) ]]; then
+        address=${BASH_REMATCH[1]}
+        break
+    fi
+done < <(tail -n +1 -f --pid="$server" "$work/log")
+[ -n "$address" ] || fail "the server did not get ready within $SECONDS_TO_START s; its output is above"
+
+say "prompt: $PROMPT"
+"$PYTHON" -m scripts.cli generate --connect "$address" --temperature 0 --max-tokens "$MAX_TOKENS" "$PROMPT" \
+    >"$work/answer" || fail "the request failed"
+say "answer:"
+cat "$work/answer"
+cmp -s "$work/answer" scripts/quickstart_answer.txt ||
+    fail "this is not the known answer (scripts/quickstart_answer.txt): $(cat scripts/quickstart_answer.txt)"
+say "the answer is the known one"
+
+say "server: shutting down"
+kill -TERM "$server"
+code=0
+wait "$server" || code=$?
+server=
+if [ "$code" -ne 0 ]; then
+    tail -n 20 "$work/log" >&2
+    fail "the server ended with code $code instead of 0; the end of its output is above"
+fi
+say "done. Next: $PYTHON -m scripts.cli serve $BRIGADE_DEMO_MODEL --pp 2"
