@@ -1,0 +1,113 @@
+"""What is one request to the engine: what was asked, what came of it so far, and where does it stand?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from ipc.messages import IdBuffer
+from ipc.params import SamplingParams
+
+NO_ROW = -1
+"""The row of a request that workers hold nothing for."""
+
+
+class RequestStatus(Enum):
+    """Where a request stands; it only ever ends once."""
+
+    WAITING = "waiting"
+    """In the queue: new, preempted, or back after a lost epoch."""
+    RUNNING = "running"
+    """Holds a row and blocks."""
+    FINISHED = "finished"
+    """Over: holds nothing, and whatever is still in flight for it is discarded."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request from arrival to its end. Everything below ``arrival_time`` belongs to the scheduler.
+
+    One *life* of a request is the time it holds one row: preemption and a lost epoch end a life, not the request.
+    """
+
+    request_id: str
+    """Chosen by the client."""
+    internal_id: int
+    """Chosen by the core; unique for its lifetime."""
+    client: bytes
+    """Who asked; opaque here."""
+    prompt_token_ids: Sequence[int] | IdBuffer
+    params: SamplingParams
+    """``seed`` is set."""
+    output_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    arrival_time: float = 0.0
+
+    num_prompt_tokens: int = field(init=False)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: str | None = None
+    """"stop", "length", what ``Scheduler.finish`` was given, or "error"."""
+    stop_reason: int | None = None
+    """The stop token id that ended it, if one of its own did."""
+    row: int = NO_ROW
+    block_ids: tuple[list[int], ...] = ()
+    """Per KV group, in the order of the tokens."""
+    num_scheduled_tokens: int = 0
+    """Leading tokens of the sequence that steps of this life compute, steps in flight included."""
+    num_computed_tokens: int = 0
+    """The same without steps in flight."""
+    num_steps_in_flight: int = 0
+    """Of any life; a preempted request waits for zero before it gets a new row."""
+    last_step_id: int = 0
+    """Newest step of this life that names the row."""
+    sampled_by_step: int = 0
+    """Step that samples the newest token; 0 when workers are told that token with the request."""
+    num_prompt_logprobs_told: int = 1
+    """Prompt positions whose log probabilities the client has; the first position has none. Survives preemption."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was generated."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def all_token_ids(self) -> IdBuffer:
+        """Prompt and output in one array of its own."""
+        return np.concatenate((
+            np.asarray(self.prompt_token_ids, dtype=np.int32),
+            np.asarray(self.output_token_ids, dtype=np.int32),
+        ))
+
+    def end_life(self) -> None:
+        """Forget what belonged to the row; steps in flight still count, their output is still right."""
+        self.row = NO_ROW
+        self.block_ids = ()
+        self.num_scheduled_tokens = 0
+        self.num_computed_tokens = 0
+        self.last_step_id = 0
+        self.sampled_by_step = 0
+
+
+def ending_of(request: Request, eos_token_ids: frozenset[int], max_model_len: int) -> tuple[str, int | None] | None:
+    """Finish reason and stop reason that the newest output token brings, or None when generation goes on."""
+    outputs = request.output_token_ids
+    if not outputs:
+        return None
+    params = request.params
+    token_id = outputs[-1]
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return "stop", None
+    if token_id in params.stop_token_ids:
+        return "stop", token_id
+    if request.num_tokens >= max_model_len or len(outputs) == params.max_tokens:
+        return "length", None
+    return None
