@@ -1,0 +1,101 @@
+"""What the EngineCore is told when it starts."""
+
+import msgpack
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ipc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """Settings of one core, resolved and checked; sent by the rank that starts it."""
+
+    run_dir: str
+    agent_pid: int
+    agent_start: int
+    """Start time of the agent in clock ticks: with its pid, its identity."""
+    key: str
+    """Shared by the ranks of this run; a hello with another key is not answered."""
+    num_stages: int
+    advertise_host: str | None = None
+    """Several agents: the address under which other machines reach this one; None keeps the core off the network."""
+    listen: tuple[str, ...] = ()
+    """Client addresses; empty means the default one if it is free, else a free port."""
+    error_file: str | None = None
+    """Where the launcher looks for the cause when the engine gives up."""
+
+    model_name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    model_max_len: int
+    """Longest context that the model was made for."""
+    max_model_len: int | None = None
+    """Longest context by flag; None takes the model's, or what the KV pool holds if that is less."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes of KV cache per rank by flag."""
+    kv_memory_share: float = 0.25
+    """Share of the measured free memory that the caches of all ranks on a host may take together."""
+    max_queued_requests: int = 4096
+    seed: int | None = None
+    """Makes the seeds that the core draws for unseeded requests repeatable."""
+    drain_timeout_s: float = 30.0
+    health_timeout_s: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("--block-size", self.block_size, self.block_size > 0 and not self.block_size & (self.block_size - 1),
+             "must be a power of two"),
+            ("--max-num-seqs", self.max_num_seqs, 1 <= self.max_num_seqs <= 1 << 16, "must be between 1 and 65536"),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, self.max_num_batched_tokens >= 1,
+             "must be at least 1"),
+            ("--max-model-len", self.max_model_len, self.max_model_len is None or self.max_model_len >= 2,
+             "must be at least 2 (one prompt token and one answer token)"),
+            ("--num-kv-blocks", self.num_kv_blocks, self.num_kv_blocks is None or self.num_kv_blocks >= 1,
+             "must be at least 1"),
+            ("--kv-cache-memory", self.kv_cache_memory, self.kv_cache_memory is None or self.kv_cache_memory >= 1,
+             "must be at least 1 byte"),
+            ("--max-queued-requests", self.max_queued_requests, self.max_queued_requests >= 1, "must be at least 1"),
+            ("--drain-timeout", self.drain_timeout_s, self.drain_timeout_s >= 0, "must not be negative"),
+            ("--health-timeout", self.health_timeout_s, self.health_timeout_s >= 1, "must be at least 1 second"),
+        )
+        for field, value, holds, rule in rules:
+            if not holds:
+                raise ConfigError(field, f"{value} {rule}")
+        if self.max_model_len is not None and self.max_model_len > self.model_max_len:
+            raise ConfigError(
+                "--max-model-len", f"{self.max_model_len} is above the {self.model_max_len} that the model was made for"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The parts of a checkpoint that clients need, as bytes; see ModelInfo."""
+
+    tokenizer: bytes = b""
+    tokenizer_config: bytes = b"{}"
+    chat_template: str | None = None
+    generation_config: bytes = b"{}"
+
+
+def pack_start(config: CoreConfig, files: ModelFiles) -> bytes:
+    """What a starting core reads from its standard input."""
+    packed: bytes = msgpack.packb({"config": asdict(config), "files": asdict(files)})
+    return packed
+
+
+def unpack_start(data: bytes) -> tuple[CoreConfig, ModelFiles]:
+    """The inverse of pack_start."""
+    start = msgpack.unpackb(data, use_list=False, raw=False, max_bin_len=1 << 28)
+    return _rebuild(CoreConfig, start["config"]), _rebuild(ModelFiles, start["files"])
+
+
+def _rebuild(cls: type, values: Mapping[str, Any]) -> Any:
+    names = {f.name for f in fields(cls)}
+    return cls(**{name: value for name, value in values.items() if name in names})

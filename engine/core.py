@@ -1,0 +1,429 @@
+"""The EngineCore: one thread and one poller between clients, scheduler and workers.
+
+Each turn of the loop: receive from clients, receive from workers, apply outputs, then schedule and send while fewer
+steps than the depth are in flight, then poll. It never waits anywhere else and never spins.
+"""
+
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from engine.config import CoreConfig, ModelFiles
+from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
+from engine.gateway import ClientId, FromClient, Gateway, check_request
+from engine.request import Request
+from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
+from ipc.channel import open_socket
+from ipc.endpoints import RunDirectory, host_id
+from ipc.errors import RequestError
+from ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    Attach,
+    Control,
+    ControlReply,
+    ModelInfo,
+    ModelRunnerOutput,
+    RequestOutput,
+    Scalars,
+)
+
+logger = logging.getLogger(__name__)
+
+VERSION = "0.1.0"
+MAX_FAILED_EPOCHS = 5
+"""Epochs in a row that fail before a single token: then no further restart is worth trying."""
+
+LAST_WORDS_MS = 2_000
+"""How long queued final messages may take to leave when the core ends."""
+
+AGENT_GRACE_S = 10.0
+"""How long the worker group may take to end after Shutdown before its agent gets SIGTERM."""
+
+
+class EngineCore:
+    """Owns every socket of the core's process, the queue of requests, and the current epoch's scheduler.
+
+    Raises ConfigError on construction when an address can't be bound.
+    """
+
+    def __init__(self, config: CoreConfig, files: ModelFiles) -> None:
+        self._config = config
+        self._files = files
+        self._core_id = int.from_bytes(os.urandom(8), "little")
+        self._seeds = random.Random(config.seed)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gateway = Gateway(self._context, core_id=self._core_id)
+        self._gateway.listen(config.listen)
+        self.worker_address = ""
+        self._worker_socket = self._open_worker_socket()
+        self._executor = Executor(
+            self._worker_socket,
+            config=config,
+            core_id=self._core_id,
+            core_pid=os.getpid(),
+            core_host=host_id(),
+            clock=time.monotonic,
+        )
+        self._scheduler: Scheduler | None = None
+        """Of the current epoch; None while there is no ready one."""
+        self._info: ModelInfo | None = None
+        self._queue: deque[Request] = deque()
+        """Accepted while no epoch was ready."""
+        self._requests: dict[tuple[ClientId, str], Request] = {}
+        """Every open request; leaving it is what makes a final message final."""
+        self._waiting_to_attach: list[ClientId] = []
+        self._waiting_for_reply: list[tuple[ClientId, int]] = []
+        self._failed_epochs = 0
+        self._num_restarts = 0
+        self._num_requests = 0
+        self._totals = {"preemptions_total": 0, "generation_tokens_total": 0, "prompt_tokens_total": 0}
+        """Of past epochs."""
+        self._drain_deadline: float | None = None
+        self._agent_deadline: float | None = None
+        self._agent = os.pidfd_open(config.agent_pid)
+        self._wakeup, self._signal_end = os.pipe()
+        self._poller = zmq.Poller()
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def run(self) -> int:
+        """Serve until the agent is gone; returns the exit code."""
+        self._watch_signals()
+        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup):
+            self._poller.register(source, zmq.POLLIN)
+        exit_code = 0
+        try:
+            while True:
+                ready = {source for source, _ in self._poller.poll(self._poll_timeout_ms())}
+                if self._agent in ready:
+                    break
+                if self._wakeup in ready:
+                    self._on_signal(os.read(self._wakeup, 64))
+                self._turn()
+        except Exception:
+            logger.exception("the core's loop failed")
+            exit_code = 1
+        self._end("the engine was stopped" if exit_code == 0 else "the engine failed")
+        return exit_code
+
+    def _turn(self) -> None:
+        for received in self._gateway.receive():
+            self._on_client_message(received)
+        for event in self._executor.receive():
+            self._on_event(event)
+        self._schedule()
+        for client in self._gateway.take_lost():
+            self._drop_client(client)
+        self._check_deadlines()
+
+    def _schedule(self) -> None:
+        while self._scheduler is not None and (plan := self._scheduler.schedule()) is not None:
+            for event in self._executor.send_step(plan):
+                self._on_event(event)
+
+    def _poll_timeout_ms(self) -> int | None:
+        deadlines = [d for d in (self._drain_deadline, self._agent_deadline) if d is not None]
+        return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+
+    def _open_worker_socket(self) -> "zmq.Socket[bytes]":
+        router = open_socket(self._context, zmq.ROUTER)
+        # A rank that was restarted within one connection's life must be able to come back.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        directory = RunDirectory(path=Path(self._config.run_dir))
+        self.worker_address = directory.address("workers")
+        router.bind(self.worker_address)
+        if self._config.advertise_host is not None:
+            host = self._config.advertise_host
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:0")
+            self.worker_address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return router
+
+    def _watch_signals(self) -> None:
+        os.set_blocking(self._signal_end, False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._signal_end, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+
+    def _on_signal(self, received: bytes) -> None:
+        if self._drain_deadline is None and self._agent_deadline is None:
+            logger.info("signal %d: draining for at most %g s", received[0], self._config.drain_timeout_s)
+            self._drain_deadline = time.monotonic() + self._config.drain_timeout_s
+        else:
+            self._drain_deadline = time.monotonic()
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._drain_deadline is not None and (not self._requests or now >= self._drain_deadline):
+            self._drain_deadline = None
+            self._fail_all(RequestError("the engine is shutting down", code="unavailable"))
+            if self._executor.phase is Phase.READY:
+                self._executor.shut_down("drained")
+                self._agent_deadline = now + AGENT_GRACE_S
+            else:
+                self._stop_agent()
+        if self._agent_deadline is not None and now >= self._agent_deadline:
+            self._stop_agent()
+
+    def _stop_agent(self) -> None:
+        self._agent_deadline = None
+        try:
+            signal.pidfd_send_signal(self._agent, signal.SIGTERM)
+        except ProcessLookupError:
+            logger.info("the agent is gone already")
+
+    def _end(self, reason: str) -> None:
+        self._fail_all(RequestError(reason, code="unavailable"))
+        self._executor.shut_down(reason)
+        self._gateway.close(LAST_WORDS_MS)
+        self._worker_socket.close(LAST_WORDS_MS)
+        self._context.term()
+        RunDirectory(path=Path(self._config.run_dir)).remove()
+
+    def _give_up(self, cause: str) -> None:
+        logger.error("giving up: %s", cause)
+        if self._config.error_file is not None:
+            with open(self._config.error_file, "a", encoding="utf-8") as file:
+                file.write(cause + "\n")
+        self._fail_all(RequestError(f"the engine gave up: {cause}", code="unavailable"))
+        self._stop_agent()
+
+    # ------------------------------------------------------------------------------------------ workers
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case EpochReady():
+                self._on_epoch_ready(event)
+            case EpochEnded():
+                self._on_epoch_ended(event)
+            case ModelRunnerOutput():
+                if self._scheduler is not None:
+                    for progress in self._scheduler.update(event):
+                        self._report(progress)
+
+    def _on_epoch_ready(self, event: EpochReady) -> None:
+        config = self._config
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_stages=config.num_stages,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=event.plan.max_model_len,
+                block_size=config.block_size,
+                num_blocks=event.plan.num_blocks,
+                eos_token_ids=frozenset(config.eos_token_ids),
+            ),
+            core_id=self._core_id,
+            epoch=event.epoch,
+        )
+        is_first = self._info is None
+        self._info = self._model_info(event.plan.max_model_len)
+        if is_first:
+            sys.stderr.write(self.ready_line() + "\n")
+            sys.stderr.flush()
+        else:
+            logger.info("epoch %d is ready", event.epoch)
+        for client in self._waiting_to_attach:
+            self._gateway.send(client, self._info)
+        self._waiting_to_attach.clear()
+        while self._queue:
+            self._scheduler.add(self._queue.popleft())
+
+    def _on_epoch_ended(self, event: EpochEnded) -> None:
+        if self._agent_deadline is None:
+            logger.warning("epoch %d ended: %s", event.epoch, event.cause)
+        produced = False
+        if self._scheduler is not None:
+            stats = self._scheduler.stats()
+            produced = stats.num_generated_tokens > 0
+            self._totals["preemptions_total"] += stats.preemptions
+            self._totals["generation_tokens_total"] += stats.num_generated_tokens
+            self._totals["prompt_tokens_total"] += stats.num_prompt_tokens
+            lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
+            for request in self._scheduler.unfinished():
+                self._fail(request, lost)
+            self._scheduler = None
+        self._num_restarts += 1
+        self._failed_epochs = 0 if produced else self._failed_epochs + 1
+        if event.fatal or self._failed_epochs >= MAX_FAILED_EPOCHS:
+            self._give_up(event.cause)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def _on_client_message(self, received: FromClient) -> None:
+        client = received.client
+        match received.message:
+            case AddRequest() as message:
+                try:
+                    self._add(client, message)
+                except RequestError as error:
+                    self._gateway.fail(client, message.request_id, error)
+            case AbortRequest() as message:
+                request = self._requests.get((client, message.request_id))
+                if request is not None:
+                    self._abort(request, "stop" if message.reason == "stop" else "abort")
+            case Attach():
+                if self._info is None:
+                    self._waiting_to_attach.append(client)
+                else:
+                    self._gateway.send(client, self._info)
+            case Control() as message:
+                self._gateway.send(client, self._answer(message))
+
+    def _add(self, client: ClientId, message: AddRequest) -> None:
+        if self._drain_deadline is not None or self._agent_deadline is not None:
+            raise RequestError("the engine is shutting down; send it to another one", code="unavailable")
+        if self._info is None:
+            raise RequestError("the engine is still starting; attach first", code="unavailable")
+        key = (client, message.request_id)
+        if key in self._requests:
+            raise RequestError(
+                f"request_id={message.request_id!r} is already open; the request that has it goes on",
+                code="duplicate",
+                field="request_id",
+            )
+        check_request(message, self._info)
+        if len(self._requests) >= self._config.max_num_seqs + self._config.max_queued_requests:
+            raise RequestError(
+                f"{len(self._requests)} requests are open, --max-queued-requests allows "
+                f"{self._config.max_queued_requests} to wait; try again later",
+                code="unavailable",
+            )
+        self._num_requests += 1
+        request = Request.from_message(
+            message, client=client, internal_id=self._num_requests, drawn_seed=self._seeds.getrandbits(62),
+        )
+        self._requests[key] = request
+        if self._scheduler is None:
+            self._queue.append(request)
+        else:
+            self._scheduler.add(request)
+
+    def _abort(self, request: Request, reason: str) -> None:
+        if self._scheduler is None:
+            self._queue.remove(request)
+        else:
+            self._scheduler.finish(request, reason)
+        self._send_output(request, RequestProgress(request=request), finish_reason=reason)
+
+    def _report(self, progress: RequestProgress) -> None:
+        if (progress.request.client, progress.request.request_id) not in self._requests:
+            return
+        if progress.error is not None:
+            self._fail(progress.request, progress.error)
+        else:
+            self._send_output(progress.request, progress, finish_reason=progress.request.finish_reason)
+
+    def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
+        if finish_reason is not None:
+            del self._requests[request.client, request.request_id]
+        self._gateway.send(request.client, RequestOutput(
+            core_id=self._core_id,
+            request_id=request.request_id,
+            new_token_ids=progress.new_token_ids,
+            finish_reason=finish_reason,
+            stop_reason=request.stop_reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.output_token_ids),
+            seed=request.seed,
+            logprobs=progress.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
+        ))
+
+    def _fail(self, request: Request, error: RequestError) -> None:
+        del self._requests[request.client, request.request_id]
+        self._gateway.fail(request.client, request.request_id, error)
+
+    def _fail_all(self, error: RequestError) -> None:
+        for request in list(self._requests.values()):
+            if self._scheduler is not None:
+                self._scheduler.finish(request, "abort")
+            self._fail(request, error)
+        self._queue.clear()
+
+    def _drop_client(self, client: ClientId) -> None:
+        gone = [request for (owner, _), request in self._requests.items() if owner == client]
+        for request in gone:
+            if self._scheduler is None:
+                self._queue.remove(request)
+            else:
+                self._scheduler.finish(request, "abort")
+            del self._requests[client, request.request_id]
+        if gone:
+            logger.info("a client is gone; %d of its requests were ended", len(gone))
+        self._waiting_to_attach = [waiting for waiting in self._waiting_to_attach if waiting != client]
+
+    # ------------------------------------------------------------------------------------------ information
+
+    def ready_line(self) -> str:
+        """The last line of start-up; scripts wait for it and read the address from it."""
+        return (
+            f"brigade ready: model={self._config.model_name} stages={self._config.num_stages} "
+            f"listen={','.join(self._gateway.addresses)} http=-"
+        )
+
+    def _model_info(self, max_model_len: int) -> ModelInfo:
+        return ModelInfo(
+            core_id=self._core_id,
+            version=VERSION,
+            name=self._config.model_name,
+            num_stages=self._config.num_stages,
+            vocab_size=self._config.vocab_size,
+            max_model_len=max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            eos_token_ids=list(self._config.eos_token_ids),
+            tokenizer=self._files.tokenizer,
+            tokenizer_config=self._files.tokenizer_config,
+            chat_template=self._files.chat_template,
+            generation_config=self._files.generation_config,
+        )
+
+    def _answer(self, message: Control) -> ControlReply:
+        values: Scalars = {}
+        error = ""
+        if message.op == "stats":
+            values = self._stats()
+        elif message.op == "health":
+            values = {"ready": self._scheduler is not None, "state": self._executor.phase.value,
+                      "epoch": self._executor.epoch}
+        else:
+            error = f"op={message.op[:64]!r} is not one of stats, health"
+        return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
+
+    def _stats(self) -> Scalars:
+        values: Scalars = {
+            "epoch": self._executor.epoch,
+            "num_stages": self._config.num_stages,
+            "requests_running": 0,
+            "requests_waiting": len(self._queue),
+            "kv_blocks_total": 0,
+            "kv_blocks_free": 0,
+            "steps_in_flight": 0,
+            "worker_restarts_total": self._num_restarts,
+            **self._totals,
+        }
+        if self._scheduler is not None:
+            stats = self._scheduler.stats()
+            values.update(
+                requests_running=stats.running,
+                requests_waiting=stats.waiting,
+                kv_blocks_total=stats.total_blocks,
+                kv_blocks_free=stats.free_blocks,
+                steps_in_flight=stats.steps_in_flight,
+                preemptions_total=self._totals["preemptions_total"] + stats.preemptions,
+                generation_tokens_total=self._totals["generation_tokens_total"] + stats.num_generated_tokens,
+                prompt_tokens_total=self._totals["prompt_tokens_total"] + stats.num_prompt_tokens,
+            )
+        for rank, report in self._executor.stage_reports().items():
+            values[f"stage_{rank}_resident_bytes"] = report.resident_bytes
+            values[f"stage_{rank}_busy_s"] = report.busy_s
+        return values
+

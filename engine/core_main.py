@@ -1,0 +1,50 @@
+"""The core's process: ``python -m engine.core_main RUN_DIR``, started by the first rank with its settings on stdin.
+
+It holds the run directory's lock (an inherited descriptor) from before its first line to its death, and says on standard
+output, in one JSON line, where workers reach it or why it can't start.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from engine.config import unpack_start
+from engine.core import EngineCore
+from ipc.endpoints import RunDirectory
+from ipc.errors import ConfigError
+from ipc.logs import set_up_logging
+
+
+def main() -> int:
+    """Start, report, serve; returns the exit code."""
+    config, files = unpack_start(sys.stdin.buffer.read())
+    set_up_logging("core", config.log_level)
+    try:
+        core = EngineCore(config, files)
+    except ConfigError as error:
+        _report({"field": error.field, "error": error.message})
+        return 1
+    found = {"pid": os.getpid(), "worker_address": core.worker_address, "key": config.key}
+    _write_atomically(RunDirectory(path=Path(config.run_dir)).core_file, json.dumps(found))
+    _report(found)
+    return core.run()
+
+
+def _report(answer: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    # The reader may go away; nothing else may be written there.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    draft = path.with_suffix(".new")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""The core's side of the worker group: who belongs to it, what it was sent, and what came back.
+
+One epoch is one life of the group::
+
+    gathering  hellos come in          all ranks there  -> EpochStart to each
+    loading    WorkerLoaded come in    all ranks there  -> KVCacheConfig to each
+    warming    WorkerReady come in     all ranks there  -> the epoch is ready, steps may be sent
+    ready      SchedulerOutput out, ModelRunnerOutput in
+
+A hello in any later state means that the group was restarted: the epoch ends and gathering begins again.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import zmq
+
+from engine.config import CoreConfig
+from engine.kv_sizing import KVPlan, plan_kv_cache
+from ipc.channel import receive_now, try_send
+from ipc.codec import Frame, decode, encode
+from ipc.errors import ConfigError, ProtocolError, RequestError
+from ipc.messages import (
+    Control,
+    ControlReply,
+    EpochStart,
+    Heartbeat,
+    KVCacheConfig,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Shutdown,
+    StageReport,
+    WorkerFailed,
+    WorkerHello,
+    WorkerLoaded,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+FROM_WORKER = (WorkerHello, WorkerLoaded, WorkerReady, WorkerFailed, StageReport, ModelRunnerOutput, Control)
+
+HELLO_LIFETIME_S = 3.0
+"""A waiting rank repeats its hello every second; one that stopped doing so is gone."""
+
+MessageOfEpoch = WorkerLoaded | WorkerReady | WorkerFailed | StageReport | ModelRunnerOutput
+
+
+class Phase(Enum):
+    """Where the worker group stands; see the module docstring."""
+
+    GATHERING = "waiting for workers"
+    LOADING = "loading weights"
+    WARMING = "making the KV cache"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReady:
+    """Steps may be sent from now on."""
+
+    epoch: int
+    plan: KVPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnded:
+    """The worker group is gone or broken; what it computed is lost."""
+
+    epoch: int
+    cause: str
+    fatal: bool
+    """No restart can cure the cause."""
+    was_ready: bool
+
+
+Event = EpochReady | EpochEnded | ModelRunnerOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    identity: bytes
+    hello: WorkerHello
+    heard_at: float
+    loaded: WorkerLoaded | None = None
+    is_ready: bool = False
+    report: StageReport | None = None
+
+
+class Executor:
+    """Owns the socket to the workers; turns their messages into events for the core's loop."""
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        *,
+        config: CoreConfig,
+        core_id: int,
+        core_pid: int,
+        core_host: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.phase = Phase.GATHERING
+        self.epoch = 0
+        self.num_dropped = 0
+        """Messages of another core or epoch."""
+        self._socket = socket
+        self._config = config
+        self._core_id = core_id
+        self._core_pid = core_pid
+        self._core_host = core_host
+        self._clock = clock
+        self._members: dict[int, _Member] = {}
+        self._plan: KVPlan | None = None
+
+    def receive(self) -> list[Event]:
+        """Everything that arrived, turned into events in order of arrival."""
+        events: list[Event] = []
+        while (frames := receive_now(self._socket)) is not None:
+            identity, *rest = frames
+            try:
+                message = decode(rest, FROM_WORKER)
+            except (ProtocolError, RequestError) as error:
+                self.num_dropped += 1
+                logger.warning("a message on the workers' socket was dropped: %s", error)
+                continue
+            events.extend(self._on_message(identity, message))
+        return events
+
+    def send_step(self, plan: SchedulerOutput) -> list[Event]:
+        """Send one step to every rank: encoded once, the same bytes to each."""
+        return self._broadcast(encode(plan))
+
+    def shut_down(self, reason: str) -> None:
+        """Ask every rank that was heard of to end with exit code 0."""
+        for member in self._members.values():
+            message = Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason)
+            try_send(self._socket, [member.identity, *encode(message)])
+
+    def missing_ranks(self) -> list[int]:
+        """Ranks that the current phase still waits for."""
+        return [rank for rank in range(self._config.num_stages) if not self._has_arrived(rank)]
+
+    def stage_reports(self) -> dict[int, StageReport]:
+        """The newest report of each rank."""
+        return {rank: m.report for rank, m in self._members.items() if m.report is not None}
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def _on_message(self, identity: bytes, message: object) -> list[Event]:
+        match message:
+            case WorkerHello():
+                return self._on_hello(identity, message)
+            case Control():
+                reply = ControlReply(core_id=self._core_id, control_id=message.control_id, error="", values={})
+                try_send(self._socket, [identity, *encode(reply)])
+                return []
+            case WorkerLoaded() | WorkerReady() | WorkerFailed() | StageReport() | ModelRunnerOutput():
+                if (message.core_id, message.epoch) == (self._core_id, self.epoch) and self._members:
+                    return self._on_epoch_message(identity, message)
+                self.num_dropped += 1
+                return []
+            case _:
+                raise AssertionError(f"{type(message).__name__} is not a worker's message")
+
+    def _on_epoch_message(self, identity: bytes, message: MessageOfEpoch) -> list[Event]:
+        match message:
+            case ModelRunnerOutput():
+                return [message] if self.phase is Phase.READY else []
+            case WorkerFailed():
+                return self._end_epoch(f"rank {message.rank}: {message.cause}", fatal=message.fatal)
+        member = self._members.get(message.rank)
+        if member is None or member.identity != identity:
+            self.num_dropped += 1
+            return []
+        match message:
+            case WorkerLoaded() if self.phase is Phase.LOADING:
+                member.loaded = message
+                return self._configure() if not self.missing_ranks() else []
+            case WorkerReady() if self.phase is Phase.WARMING:
+                member.is_ready = True
+                return self._become_ready() if not self.missing_ranks() else []
+            case StageReport():
+                member.report = message
+                return self._send(member, Heartbeat(core_id=self._core_id, epoch=self.epoch))
+        return []
+
+    def _on_hello(self, identity: bytes, hello: WorkerHello) -> list[Event]:
+        if hello.key != self._config.key:
+            logger.warning("a hello of rank %d with a foreign key was dropped", hello.rank)
+            return []
+        if hello.world_size != self._config.num_stages or hello.rank >= hello.world_size:
+            logger.warning("a hello of rank %d of %d was dropped: this engine has %d stages",
+                           hello.rank, hello.world_size, self._config.num_stages)
+            return []
+        known = self._members.get(hello.rank)
+        if self.phase is not Phase.GATHERING:
+            if known is not None and known.hello.nonce == hello.nonce:
+                # Its EpochStart is on the way.
+                return []
+            events = self._end_epoch(f"rank {hello.rank} was restarted", fatal=False)
+            return events + self._on_hello(identity, hello)
+        now = self._clock()
+        self._members[hello.rank] = _Member(identity=identity, hello=hello, heard_at=now)
+        for rank, member in list(self._members.items()):
+            if now - member.heard_at > HELLO_LIFETIME_S:
+                del self._members[rank]
+        return self._start_epoch() if not self.missing_ranks() else []
+
+    # ------------------------------------------------------------------------------------------ phases
+
+    def _has_arrived(self, rank: int) -> bool:
+        member = self._members.get(rank)
+        if member is None or self.phase is Phase.GATHERING:
+            return member is not None
+        return member.loaded is not None if self.phase is Phase.LOADING else member.is_ready
+
+    def _start_epoch(self) -> list[Event]:
+        self.epoch += 1
+        self.phase = Phase.LOADING
+        store = f"brigade/{self._core_id:x}/{self.epoch}"
+        if self._config.advertise_host is None:
+            Path(f"{self._config.run_dir}/store-{self.epoch - 1}").unlink(missing_ok=True)
+            store = f"{self._config.run_dir}/store-{self.epoch}"
+        for member in self._members.values():
+            lost = self._send(member, EpochStart(
+                core_id=self._core_id,
+                epoch=self.epoch,
+                nonce=member.hello.nonce,
+                core_pid=self._core_pid,
+                core_host=self._core_host,
+                store=store,
+                token_address=self._members[0].hello.token_address,
+            ))
+            if lost:
+                return lost
+        return []
+
+    def _configure(self) -> list[Event]:
+        stages = [m.loaded for _, m in sorted(self._members.items()) if m.loaded is not None]
+        hosts = {rank: m.hello.host for rank, m in self._members.items()}
+        try:
+            self._plan = plan_kv_cache(self._config, stages, hosts)
+        except ConfigError as error:
+            return self._end_epoch(str(error), fatal=True)
+        for note in self._plan.notes:
+            logger.info("%s", note)
+        self.phase = Phase.WARMING
+        return self._broadcast(encode(KVCacheConfig(
+            core_id=self._core_id,
+            epoch=self.epoch,
+            num_blocks=self._plan.num_blocks,
+            block_size=self._config.block_size,
+            max_model_len=self._plan.max_model_len,
+            groups=self._plan.groups,
+        )))
+
+    def _become_ready(self) -> list[Event]:
+        assert self._plan is not None
+        self.phase = Phase.READY
+        return [EpochReady(epoch=self.epoch, plan=self._plan)]
+
+    def _end_epoch(self, cause: str, *, fatal: bool) -> list[Event]:
+        was_ready = self.phase is Phase.READY
+        if fatal:
+            self.shut_down(cause)
+        self.phase = Phase.GATHERING
+        self._members.clear()
+        self._plan = None
+        return [EpochEnded(epoch=self.epoch, cause=cause, fatal=fatal, was_ready=was_ready)]
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    def _broadcast(self, frames: list[Frame]) -> list[Event]:
+        for rank, member in self._members.items():
+            if not try_send(self._socket, [member.identity, *frames]):
+                return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
+        return []
+
+    def _send(self, member: _Member, message: object) -> list[Event]:
+        if try_send(self._socket, [member.identity, *encode(message)]):
+            return []
+        return self._end_epoch(f"rank {member.hello.rank} can't be reached", fatal=False)

@@ -1,0 +1,183 @@
+"""The core's side of the client sockets: decoding, admission, and answers to whoever asked.
+
+A client is its ZeroMQ identity on one listening socket. Its requests live until their one final message was queued for
+it; a client that can't be reached any more has its requests aborted.
+"""
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from ipc.channel import HIGH_WATER_MARK, open_socket, receive_now
+from ipc.codec import Frame, decode, encode, request_id_of
+from ipc.endpoints import DEFAULT_LISTEN
+from ipc.errors import ConfigError, ProtocolError, RequestError
+from ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    Attach,
+    Control,
+    ControlReply,
+    ModelInfo,
+    RequestFailed,
+    RequestOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+FROM_CLIENT = (AddRequest, AbortRequest, Attach, Control)
+
+_IN_USE = "is in use; choose another address, or give none and take the one in the ready line"
+
+HEARTBEAT_MS = 5_000
+"""Between signs of life on an idle client connection; a peer silent for three of them is dropped by ZeroMQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientId:
+    """Who asked: a listening socket and the identity that ZeroMQ gave the peer there."""
+
+    listener: int
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromClient:
+    """One well-formed message of a client."""
+
+    client: ClientId
+    message: AddRequest | AbortRequest | Attach | Control
+
+
+class Gateway:
+    """Owns the listening sockets."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, core_id: int) -> None:
+        self.sockets: list[zmq.Socket[bytes]] = []
+        self.addresses: list[str] = []
+        self._context = context
+        self._core_id = core_id
+        self._lost: set[ClientId] = set()
+
+    def listen(self, addresses: Sequence[str]) -> None:
+        """Bind; with no address the default one, or a free port if that is taken.
+
+        Raises:
+            ConfigError: naming the address that is in use or can't be bound.
+        """
+        if addresses:
+            for address in addresses:
+                self._bind(address)
+            return
+        try:
+            self._bind(DEFAULT_LISTEN)
+        except ConfigError:
+            self._bind("tcp://127.0.0.1:0")
+
+    def receive(self) -> list[FromClient]:
+        """Everything that arrived and could be understood; the rest is answered with an error."""
+        received = []
+        for listener, router in enumerate(self.sockets):
+            while (frames := receive_now(router)) is not None:
+                identity, *rest = frames
+                client = ClientId(listener, identity)
+                try:
+                    received.append(FromClient(client=client, message=decode(rest, FROM_CLIENT)))
+                except ProtocolError as error:
+                    self.fail(client, request_id_of(rest), RequestError(str(error), field=_field_of(error)))
+                except RequestError as error:
+                    self.fail(client, request_id_of(rest), error)
+        return received
+
+    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ModelInfo | ControlReply) -> None:
+        """Queue a message; a client that is gone or takes nothing is remembered as lost."""
+        frames: list[Frame] = [client.identity, *encode(message)]
+        try:
+            self.sockets[client.listener].send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._lost.add(client)
+
+    def fail(self, client: ClientId, request_id: str, error: RequestError) -> None:
+        """Queue the error that ends a request."""
+        self.send(client, RequestFailed(
+            core_id=self._core_id,
+            request_id=request_id,
+            code=error.code,
+            reason=error.reason,
+            field=error.field,
+        ))
+
+    def take_lost(self) -> set[ClientId]:
+        """Clients that could not be reached since the last call."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def close(self, linger_ms: int) -> None:
+        """Close the sockets; what is queued may still leave for ``linger_ms``."""
+        for router in self.sockets:
+            router.close(linger_ms)
+        self.sockets.clear()
+
+    def _bind(self, address: str) -> None:
+        if address.startswith("ipc://") and _is_served(address.removeprefix("ipc://")):
+            raise ConfigError("--listen", f"{address} {_IN_USE}")
+        router = open_socket(self._context, zmq.ROUTER, high_water_mark=HIGH_WATER_MARK)
+        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            router.close(0)
+            reason = _IN_USE if error.errno == zmq.EADDRINUSE else str(error)
+            raise ConfigError("--listen", f"{address} {reason}") from None
+        self.sockets.append(router)
+        self.addresses.append(router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+
+
+def check_request(message: AddRequest, info: ModelInfo) -> None:
+    """Refuse what can never be served. Raises RequestError naming field, value and rule."""
+    for name in ("prompt_token_ids", "output_token_ids"):
+        ids = getattr(message, name)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= info.vocab_size)][0])
+            raise RequestError(f"{name} holds {wrong}; ids must be between 0 and {info.vocab_size - 1}", field=name)
+    if not message.prompt_token_ids.size:
+        raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
+    num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
+    if num_tokens >= info.max_model_len:
+        raise RequestError(
+            f"prompt_token_ids has {num_tokens} tokens; the context limit is {info.max_model_len} with at least one "
+            "token for the answer",
+            field="prompt_token_ids",
+        )
+    for token_id in message.params.stop_token_ids:
+        if token_id >= info.vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {token_id}; ids must be between 0 and {info.vocab_size - 1}",
+                field="stop_token_ids",
+            )
+    most = message.params.max_tokens
+    if most is not None and message.output_token_ids.size >= most:
+        raise RequestError(
+            f"output_token_ids has {message.output_token_ids.size} tokens, max_tokens={most} leaves none to generate",
+            field="output_token_ids",
+        )
+
+
+def _is_served(path: str) -> bool:
+    """True when a process accepts connections there: binding would silently take the path from it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def _field_of(error: ProtocolError) -> str:
+    return error.path.partition(".")[2] or error.path

@@ -1,0 +1,246 @@
+"""Where processes find each other: torchrun's environment, the run directory, and addresses.
+
+The only file that reads environment variables.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from ipc.errors import ConfigError
+
+DEFAULT_LISTEN = "tcp://127.0.0.1:5757"
+MAX_IPC_PATH = zmq.IPC_PATH_MAX_LEN
+LONGEST_FILE_NAME = 24
+"""Longest name of a socket inside a run directory."""
+
+
+# ---------------------------------------------------------------------------------------------- torchrun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunEnvironment:
+    """What torchrun tells each rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    num_agents: int
+    master_addr: str
+    master_port: int
+    uses_agent_store: bool
+    """True: an agent serves a TCPStore at master_addr:master_port; False: nobody does yet."""
+    error_file: str | None
+    """Where torchrun looks for the root cause of a failed rank."""
+    restarts_left: int
+    """How often the agent would still start the ranks again."""
+
+
+def read_torchrun(environment: Mapping[str, str] = os.environ) -> TorchrunEnvironment:
+    """Raises ConfigError when this process was not started by torchrun."""
+    try:
+        return TorchrunEnvironment(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            num_agents=int(environment.get("GROUP_WORLD_SIZE", "1")),
+            master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(environment.get("MASTER_PORT", "0")),
+            uses_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
+            error_file=environment.get("TORCHELASTIC_ERROR_FILE"),
+            restarts_left=int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            - int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            "RANK",
+            f"this process was not started by torchrun ({error}); use `brigade serve MODEL --pp N` or "
+            "`torchrun --nproc-per-node N -m scripts.serve MODEL`",
+        ) from None
+
+
+def threads_set_by_user(agent_pid: int) -> int | None:
+    """OMP_NUM_THREADS as the user set it, or None.
+
+    torchrun sets the variable to 1 where it is missing, so only the agent's own first environment tells the two apart.
+    """
+    try:
+        raw = Path(f"/proc/{agent_pid}/environ").read_bytes()
+    except OSError:
+        return None
+    for entry in raw.split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        if name == b"OMP_NUM_THREADS" and value.isdigit() and int(value) > 0:
+            return int(value)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is no such process.
+
+    With the pid it names one process for ever: pids are used again, the pair is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *numbers = text[text.rindex(")") + 2 :].split()
+    return None if state == "Z" else int(numbers[18])
+
+
+def host_id() -> str:
+    """Same on processes that share memory: host name and boot id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()[:128]}/{boot}"
+
+
+# ---------------------------------------------------------------------------------------------- run directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """A private directory (0700) for the sockets, stores and lock of one torchrun agent on one host."""
+
+    path: Path
+
+    @classmethod
+    def of_agent(cls, agent_pid: int) -> "RunDirectory":
+        """The directory of a living agent; nothing is created. Raises ConfigError when the agent is gone."""
+        start = process_start(agent_pid)
+        if start is None:
+            raise ConfigError("agent", f"process {agent_pid} that should be torchrun's agent is gone")
+        return cls(path=_base_directory() / f"{agent_pid}-{start:x}")
+
+    @property
+    def lock_path(self) -> Path:
+        """Whoever holds an flock on this file is the core."""
+        return self.path / "core.lock"
+
+    @property
+    def core_file(self) -> Path:
+        """JSON by which ranks and the launcher find the core."""
+        return self.path / "core.json"
+
+    def address(self, name: str) -> str:
+        """An ipc address inside the directory."""
+        return f"ipc://{self.path / name}"
+
+    def create(self) -> None:
+        """Make the directory if it is missing. Raises ConfigError when it is not ours or open to others."""
+        make_private(self.path.parent)
+        make_private(self.path)
+
+    def try_lock(self) -> int | None:
+        """A file descriptor that holds the core's lock, or None while another process holds it."""
+        return _try_lock(self.lock_path)
+
+    def remove(self) -> None:
+        """Delete the directory and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def remove_stale_siblings(self) -> None:
+        """Delete the directories of agents that are gone and whose lock is free."""
+        for sibling in self.path.parent.iterdir():
+            pid_text, _, start_text = sibling.name.partition("-")
+            if sibling == self.path or not pid_text.isdigit() or not sibling.is_dir():
+                continue
+            start = process_start(int(pid_text))
+            if start is not None and f"{start:x}" == start_text:
+                continue
+            lock = _try_lock(sibling / "core.lock")
+            if lock is not None:
+                shutil.rmtree(sibling, ignore_errors=True)
+                os.close(lock)
+
+
+def make_private(path: Path) -> None:
+    """Make a directory with mode 0700, or check that it is one of ours. Raises ConfigError."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                "run directory", f"{path} is not a directory of ours with mode 0700; remove it or set TMPDIR"
+            ) from None
+    except OSError as error:
+        raise ConfigError("run directory", f"{path} can't be made ({error.strerror}); set TMPDIR") from None
+
+
+def _try_lock(path: Path) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _base_directory() -> Path:
+    """XDG_RUNTIME_DIR, TMPDIR or /tmp: the first that exists, is writable and leaves room in a socket's path."""
+    uid = os.geteuid()
+    longest_run = len(f"/brigade-{uid}/4194304-{1 << 40:x}/") + LONGEST_FILE_NAME
+    for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        if candidate and os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):
+            full = os.path.abspath(candidate)
+            if full.isascii() and len(full) + longest_run <= MAX_IPC_PATH:
+                return Path(full) / f"brigade-{uid}"
+    raise ConfigError("TMPDIR", "no writable directory with a path short enough for a socket; set TMPDIR to one")
+
+
+# ---------------------------------------------------------------------------------------------- addresses
+
+
+def check_listen_address(address: str, *, insecure: bool) -> str:
+    """The address if clients may be served there. Raises ConfigError."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc" and rest:
+        if len(rest) > MAX_IPC_PATH:
+            raise ConfigError("--listen", f"{address}: the path has {len(rest)} bytes, at most {MAX_IPC_PATH} work")
+        return address
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError("--listen", f"{address!r} must be tcp://HOST:PORT or ipc://PATH")
+    if not insecure and not is_loopback(host.strip("[]")):
+        raise ConfigError(
+            "--listen",
+            f"{address} can be reached from other machines, and nothing here checks who connects; listen on "
+            "127.0.0.1, or accept that with --insecure",
+        )
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    """True for names and numbers of this machine's loopback interface."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """The address of this machine that packets to ``host`` leave from. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError("MASTER_ADDR", f"{host}:{port} can't be reached ({error})") from None

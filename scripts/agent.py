@@ -1,0 +1,38 @@
+"""torchrun for ``brigade serve``: the same agent, quiet, and gone when its launcher is gone.
+
+Its own log and tracebacks say nothing that a user could act on; the cause of a failure comes from the ranks and the core,
+through the launcher's error file.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run torchrun with this process's arguments; the first one is the launcher's pid."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    launcher_pid = int(sys.argv[1])
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher_pid:
+        return 1
+    logging.disable(logging.CRITICAL)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(sys.argv[2:]))
+    except SignalException as ended:
+        return 128 + ended.sigval
+    except ChildFailedError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

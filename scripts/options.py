@@ -1,0 +1,110 @@
+"""The flags of ``brigade serve`` and of ``scripts.serve``: one list for both."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ipc.logs import LEVELS
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes, with an optional unit: 500M, 2GiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes as an integer; fails with a usage error."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a number of bytes such as 500M or 2GiB", param, ctx)
+        return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options by topic, and which remembers its arguments as they were typed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words for a command that hands them on."""
+        ctx.meta["brigade.words"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section per topic."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "topic", "General"), []).append(record)
+        for topic, records in sections.items():
+            with formatter.section(topic):
+                formatter.write_dl(records)
+
+
+class TopicOption(click.Option):
+    """An option that belongs to a topic of the help."""
+
+    def __init__(self, *args: Any, topic: str = "General", **kwargs: Any) -> None:
+        super().__init__(*args, show_default=True, **kwargs)
+        self.topic = topic
+
+
+def _option(topic: str, *names: str, **kwargs: Any) -> Callable[[Any], Any]:
+    return click.option(*names, cls=TopicOption, topic=topic, **kwargs)
+
+
+_PIPELINE, _MODEL, _MEMORY, _SERVICE, _TIME = "Pipeline", "Model", "Scheduling and memory", "Clients", "Deadlines"
+
+SERVE_OPTIONS = (
+    click.argument("model"),
+    _option(_PIPELINE, "--pipeline-parallel-size", "--pp", type=click.IntRange(1, 1024), default=None,
+            help="Stages, one process each.  [default: 1; under torchrun the number of ranks]"),
+    _option(_PIPELINE, "--tensor-parallel-size", "--tp", type=click.IntRange(1), default=1,
+            help="Ranks that share a stage; only 1 works for now."),
+    _option(_PIPELINE, "--pipeline-partition", default="auto", metavar="auto|even|N,N,…",
+            help="Layers per stage."),
+    _option(_MODEL, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+            help="Where stages compute; auto takes the GPU of the local rank if there is one."),
+    _option(_MODEL, "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+            help="Type of weights, activations and KV cache; auto takes the checkpoint's."),
+    _option(_MODEL, "--max-model-len", type=click.IntRange(2), default=None,
+            help="Most tokens of a prompt and its answer together.  [default: the model's, or what the KV pool holds]"),
+    _option(_MODEL, "--attention-backend", default="auto", help="Attention implementation."),
+    _option(_MODEL, "--seed", type=click.IntRange(0), default=None,
+            help="Makes the seeds of unseeded requests repeatable."),
+    _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=256,
+            help="Most requests that run at once, all stages together."),
+    _option(_MEMORY, "--max-num-batched-tokens", type=click.IntRange(1), default=2048,
+            help="Most tokens of one step; longer prompts are computed in chunks."),
+    _option(_MEMORY, "--block-size", type=click.IntRange(1), default=16, help="Tokens per KV block, a power of two."),
+    _option(_MEMORY, "--num-kv-blocks", type=click.IntRange(1), default=None,
+            help="KV blocks in the pool.  [default: by measured free memory]"),
+    _option(_MEMORY, "--kv-cache-memory", type=Bytes(), default=None,
+            help="KV cache bytes per stage, such as 2GiB.  [default: by measured free memory]"),
+    _option(_MEMORY, "--max-queued-requests", type=click.IntRange(1), default=4096,
+            help="Requests that may wait beyond those that run; more are refused at once."),
+    _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",
+            help="Client address, tcp://HOST:PORT or ipc://PATH; repeatable.  "
+            "[default: tcp://127.0.0.1:5757 if free, else a free port]"),
+    _option(_SERVICE, "--insecure", is_flag=True, help="Allow addresses that other machines can reach."),
+    _option(_TIME, "--link-timeout", type=click.FloatRange(1), default=60.0,
+            help="Seconds a stage waits for its neighbour within a step before the group is restarted."),
+    _option(_TIME, "--drain-timeout", type=click.FloatRange(0), default=30.0,
+            help="Seconds that running requests get to finish at shutdown."),
+    _option(_TIME, "--health-timeout", type=click.FloatRange(1), default=30.0,
+            help="Seconds without a sign of life after which a process counts as lost."),
+    _option("General", "--log-level", type=click.Choice(LEVELS), default="info", help="How much is logged."),
+    _option("General", "--error-file", hidden=True, default=None),
+)
+
+
+def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with the flags of serve."""
+    for decorate in reversed(SERVE_OPTIONS):
+        function = decorate(function)
+    return function
