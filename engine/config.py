@@ -1,9 +1,10 @@
 """What the EngineCore is told when it starts."""
 
-import msgpack
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+import msgpack
 
 from ipc.errors import ConfigError
 

@@ -11,14 +11,15 @@ import signal
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
 from engine.config import CoreConfig, ModelFiles
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
-from engine.gateway import ClientId, FromClient, Gateway, check_request
-from engine.request import Request
+from engine.gateway import FromClient, Gateway, check_request
+from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
 from ipc.channel import open_socket
 from ipc.endpoints import RunDirectory, host_id
@@ -80,7 +81,6 @@ class EngineCore:
         self._requests: dict[tuple[ClientId, str], Request] = {}
         """Every open request; leaving it is what makes a final message final."""
         self._waiting_to_attach: list[ClientId] = []
-        self._waiting_for_reply: list[tuple[ClientId, int]] = []
         self._failed_epochs = 0
         self._num_restarts = 0
         self._num_requests = 0
@@ -235,7 +235,11 @@ class EngineCore:
             self._gateway.send(client, self._info)
         self._waiting_to_attach.clear()
         while self._queue:
-            self._scheduler.add(self._queue.popleft())
+            request = self._queue.popleft()
+            try:
+                self._scheduler.add(request)
+            except RequestError as error:
+                self._fail(request, error)
 
     def _on_epoch_ended(self, event: EpochEnded) -> None:
         if self._agent_deadline is None:
@@ -298,8 +302,18 @@ class EngineCore:
                 code="unavailable",
             )
         self._num_requests += 1
-        request = Request.from_message(
-            message, client=client, internal_id=self._num_requests, drawn_seed=self._seeds.getrandbits(62),
+        params = message.params
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(62))
+        request = Request(
+            request_id=message.request_id,
+            internal_id=self._num_requests,
+            client=client,
+            prompt_token_ids=message.prompt_token_ids,
+            params=params,
+            output_token_ids=message.output_token_ids.tolist(),
+            priority=message.priority,
+            arrival_time=time.monotonic(),
         )
         self._requests[key] = request
         if self._scheduler is None:
@@ -312,7 +326,7 @@ class EngineCore:
             self._queue.remove(request)
         else:
             self._scheduler.finish(request, reason)
-        self._send_output(request, RequestProgress(request=request), finish_reason=reason)
+        self._send_output(request, RequestProgress(request=request, new_token_ids=[]), finish_reason=reason)
 
     def _report(self, progress: RequestProgress) -> None:
         if (progress.request.client, progress.request.request_id) not in self._requests:
@@ -333,7 +347,7 @@ class EngineCore:
             stop_reason=request.stop_reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.output_token_ids),
-            seed=request.seed,
+            seed=request.params.seed or 0,
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
         ))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from engine.request import ClientId
 from ipc.channel import HIGH_WATER_MARK, open_socket, receive_now
 from ipc.codec import Frame, decode, encode, request_id_of
 from ipc.endpoints import DEFAULT_LISTEN
@@ -34,14 +35,6 @@ _IN_USE = "is in use; choose another address, or give none and take the one in t
 
 HEARTBEAT_MS = 5_000
 """Between signs of life on an idle client connection; a peer silent for three of them is dropped by ZeroMQ."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientId:
-    """Who asked: a listening socket and the identity that ZeroMQ gave the peer there."""
-
-    listener: int
-    identity: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

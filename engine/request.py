@@ -13,6 +13,14 @@ NO_ROW = -1
 """The row of a request that workers hold nothing for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientId:
+    """Who asked: a listening socket of the core, and the identity that ZeroMQ gave the peer there."""
+
+    listener: int
+    identity: bytes
+
+
 class RequestStatus(Enum):
     """Where a request stands; it only ever ends once."""
 
@@ -35,7 +43,7 @@ class Request:
     """Chosen by the client."""
     internal_id: int
     """Chosen by the core; unique for its lifetime."""
-    client: bytes
+    client: ClientId
     """Who asked; opaque here."""
     prompt_token_ids: Sequence[int] | IdBuffer
     params: SamplingParams

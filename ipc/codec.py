@@ -36,7 +36,7 @@ Frame = bytes | memoryview
 _Encode = Callable[[Any, list[Frame]], Any]
 _Decode = Callable[[Any, str, Iterator[Frame]], Any]
 
-_WIDTHS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<i4")}
+_WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<i4")}
 
 
 def encode(message: Any) -> list[Frame]:
@@ -233,7 +233,7 @@ def _many(inner: Any) -> tuple[_Encode, _Decode]:
 def _buffer(dtype: np.dtype[Any]) -> tuple[_Encode, _Decode]:
     def encode_value(value: Any, buffers: list[Frame]) -> int:
         array = np.ascontiguousarray(value, dtype=dtype)
-        buffers.append(memoryview(array).cast("B") if array.size else b"")
+        buffers.append(array.data.cast("B") if array.size else b"")
         return int(array.size)
 
     def decode_value(data: Any, path: str, buffers: Iterator[Frame]) -> Any:

@@ -159,7 +159,7 @@ def _ended_within(pid: int, timeout_s: float) -> bool:
 @click.command("serve", cls=GroupedCommand, context_settings={"max_content_width": 120})
 @serve_options
 @click.pass_context
-def command(ctx: click.Context, **options: Any) -> None:
+def command(ctx: click.Context, /, **options: Any) -> None:
     """Serve MODEL (a folder or a .gguf file) with a pipeline of processes on this machine.
 
     The last line of start-up on standard error is `brigade ready: …`. SIGTERM or Ctrl-C drains and ends with exit code 0;

@@ -11,7 +11,7 @@ from ipc.logs import LEVELS
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
-class Bytes(click.ParamType):
+class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A number of bytes, with an optional unit: 500M, 2GiB."""
 
     name = "bytes"
@@ -50,12 +50,12 @@ class TopicOption(click.Option):
     """An option that belongs to a topic of the help."""
 
     def __init__(self, *args: Any, topic: str = "General", **kwargs: Any) -> None:
-        super().__init__(*args, show_default=True, **kwargs)
+        super().__init__(*args, **kwargs)
         self.topic = topic
 
 
 def _option(topic: str, *names: str, **kwargs: Any) -> Callable[[Any], Any]:
-    return click.option(*names, cls=TopicOption, topic=topic, **kwargs)
+    return click.option(*names, cls=TopicOption, topic=topic, show_default=True, **kwargs)
 
 
 _PIPELINE, _MODEL, _MEMORY, _SERVICE, _TIME = "Pipeline", "Model", "Scheduling and memory", "Clients", "Deadlines"

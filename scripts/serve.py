@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from engine.text.sources import read_text_files
 
 from engine.config import CoreConfig, ModelFiles
-from engine.text.sources import read_text_files
 from ipc.endpoints import (
     RunDirectory,
     TorchrunEnvironment,
@@ -201,7 +201,7 @@ def _meet_in_agent_store(
     """Rank 0 publishes where the core is; the others read it. Returns the store, which must stay referenced."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined,unused-ignore]
 
     serves = place.rank == 0 and not place.uses_agent_store
     store = TCPStore(

@@ -1,0 +1,148 @@
+"""What a client says to the core and how it reads the answers; shared by the blocking and the asyncio client."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from ipc.channel import MAX_FRAMES, open_socket
+from ipc.codec import Frame, decode, encode
+from ipc.errors import PeerLost, ProtocolError, RequestError
+from ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    Attach,
+    Control,
+    ControlReply,
+    ModelInfo,
+    RequestFailed,
+    RequestOutput,
+)
+from ipc.params import MAX_TOKEN_ID, SamplingParams
+
+ATTACH_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 10.0
+
+CLOSE_LINGER_S = 1.0
+"""How long a closing client waits for its last aborts to leave."""
+
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""Half-open connections (peer's machine gone, process frozen) count as lost after this."""
+
+MAX_FRAME_BYTES = 1 << 29
+"""ModelInfo carries the tokenizer in its head."""
+
+MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+Scalar = int | float | str | bool
+Answer = ModelInfo | RequestOutput | RequestFailed | ControlReply
+_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, ControlReply)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A final item of a stream: the error that its reader is to raise."""
+
+    error: RequestError | PeerLost
+
+
+def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
+    """An unconnected client socket. Messages wait in it only for as long as its owner keeps it open."""
+    socket = open_socket(context, zmq.DEALER, max_frame_bytes=MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    return socket
+
+
+def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Begin to connect. Raises RequestError for text that is no address."""
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise RequestError(f"addr={address!r} is not an address to connect to ({error})", field="addr") from None
+
+
+def attach_frames(name: str) -> list[Frame]:
+    return encode(Attach(client=name[:256]))
+
+
+def add_request_frames(
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0
+) -> list[Frame]:
+    """Raises RequestError for what can't be put on the wire; all other rules are the core's."""
+    if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
+        raise RequestError(f"priority={priority!r} must be an integer of 32 bits", field="priority")
+    return encode(AddRequest(
+        request_id=request_id, prompt_token_ids=_id_buffer(token_ids), params=params, priority=priority
+    ))
+
+
+def abort_frames(request_id: str, reason: str = "abort") -> list[Frame]:
+    return encode(AbortRequest(request_id=request_id, reason=reason))
+
+
+def control_frames(control_id: int, op: str) -> list[Frame]:
+    return encode(Control(control_id=control_id, op=op))
+
+
+def check_request_id(request_id: str | None) -> str:
+    """The id, or a new random one for None. Raises RequestError."""
+    if request_id is None:
+        return uuid.uuid4().hex
+    if type(request_id) is not str or not 1 <= len(request_id) <= 128 or not _is_encodable(request_id):
+        shown = repr(request_id)[:80]
+        raise RequestError(f"request_id={shown} must be a text of 1 to 128 characters", field="request_id")
+    return request_id
+
+
+def read_answer(frames: Sequence[Frame]) -> Answer:
+    """Raises ProtocolError."""
+    if len(frames) > MAX_FRAMES:
+        raise ProtocolError("message", f"has {len(frames)} frames, more than {MAX_FRAMES}")
+    try:
+        answer: Answer = decode(frames, _ANSWERS)
+    except RequestError as error:
+        raise ProtocolError("message", str(error)) from None
+    return answer
+
+
+def error_of(failed: RequestFailed) -> RequestError:
+    return RequestError(failed.reason, code=failed.code, field=failed.field)
+
+
+def values_of(reply: ControlReply) -> dict[str, Scalar]:
+    """What the core answered. Raises RequestError when it answered with an error."""
+    if reply.error:
+        raise RequestError(reply.error, code="unavailable")
+    return reply.values
+
+
+def is_final(answer: RequestOutput | RequestFailed) -> bool:
+    return isinstance(answer, RequestFailed) or answer.finish_reason is not None
+
+
+def _id_buffer(token_ids: Sequence[int]) -> Any:
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"prompt={_shown(token_ids)} must be a flat list of integers", field="prompt")
+    if array.size and not 0 <= array.min() <= array.max() <= MAX_TOKEN_ID:
+        worst = array.min() if array.min() < 0 else array.max()
+        raise RequestError(f"prompt holds {worst}, but a token id is 0 to {MAX_TOKEN_ID}", field="prompt")
+    return np.array(array, dtype=np.int32)
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
