@@ -1,0 +1,153 @@
+"""A scheduler and fake workers, driven by hand: every message crosses the codec, every rule is checked at every turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.request import Request
+from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
+from ipc import codec
+from ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ipc.params import SamplingParams
+from tests.fakes import FakeWorker, chain_of, expected_output, pseudo_logprobs
+
+EOS = frozenset({3, 77})
+
+
+def make_config(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
+        "num_stages": 2,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 200,
+    }
+    return SchedulerConfig(**(values | changes))
+
+
+class Harness:
+    """What a core does with a scheduler, and what clients see of it."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = make_config(**changes)
+        self.scheduler = Scheduler(self.config, core_id=5, epoch=1)
+        self.worker = FakeWorker.for_config(self.config, self.scheduler.depth)
+        self.requests: list[Request] = []
+        self.seen: dict[int, list[int]] = {}
+        self.told_prompt_logprobs: dict[int, int] = {}
+        self.endings: dict[int, list[str]] = {}
+        self.plans: list[SchedulerOutput] = []
+
+    def add(self, prompt: Sequence[int] | int, **params: Any) -> Request:
+        """A request with this prompt, or with a prompt of that many tokens that nobody else has."""
+        number = len(self.requests)
+        token_ids = [(number * 37 + i * 11) % 400 + 5 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        request = Request(
+            request_id=f"r{number}",
+            internal_id=number,
+            client=b"c",
+            prompt_token_ids=np.asarray(token_ids, np.int32),
+            params=SamplingParams(**({"seed": number, "max_tokens": 12} | params)),
+        )
+        self.requests.append(request)
+        self.seen[number] = []
+        self.endings[number] = []
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request, reason: str = "abort") -> None:
+        was_over = request.is_finished
+        self.scheduler.finish(request, reason)
+        if not was_over:
+            self.endings[request.internal_id].append(reason)
+        self.scheduler.check_books()
+
+    def send(self) -> SchedulerOutput | None:
+        """Schedule and send one step, if there is one."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_books()
+        if plan is not None:
+            self.plans.append(plan)
+            self.worker.send(codec.decode(codec.encode(plan), [SchedulerOutput]))
+        return plan
+
+    def send_all(self) -> list[SchedulerOutput]:
+        """Fill the pipeline."""
+        plans = []
+        while (plan := self.send()) is not None:
+            plans.append(plan)
+        return plans
+
+    def receive(self) -> list[RequestProgress]:
+        """Let the oldest step return."""
+        output = codec.decode(codec.encode(self.worker.receive()), [ModelRunnerOutput])
+        progress = self.scheduler.update(output)
+        self.scheduler.check_books()
+        for item in progress:
+            self._see(item)
+        return progress
+
+    def drain(self, most_steps: int = 5000) -> None:
+        """Run until all is over, the pipeline as full as the scheduler wants."""
+        for _ in range(most_steps):
+            self.send_all()
+            if not self.worker.pending:
+                break
+            self.receive()
+        assert not self.scheduler.has_unfinished(), "nothing in flight, nothing to send, requests left"
+        self.check_end()
+
+    def check_end(self) -> None:
+        """All requests are over, saw exactly their own tokens and one ending, and hold nothing."""
+        for request in self.requests:
+            assert len(self.endings[request.internal_id]) == 1, f"{request.request_id}: {self.endings[request.internal_id]}"
+            self.check_seen(request)
+        assert self.scheduler.stats().free_blocks == self.config.num_blocks
+        assert self.scheduler.stats().running == self.scheduler.stats().waiting == 0
+
+    def check_seen(self, request: Request) -> None:
+        tokens, finish_reason, stop_reason = expected_output(
+            request.prompt_token_ids.tolist(),
+            request.params,
+            eos_token_ids=self.config.eos_token_ids,
+            max_model_len=self.config.max_model_len,
+        )
+        seen = self.seen[request.internal_id]
+        assert seen == tokens[: len(seen)], f"{request.request_id} saw foreign tokens"
+        if request.finish_reason in ("stop", "length"):
+            assert (seen, request.finish_reason, request.stop_reason) == (tokens, finish_reason, stop_reason)
+            if request.params.prompt_logprobs is not None:
+                assert self.told_prompt_logprobs.get(request.internal_id, 1) == len(request.prompt_token_ids)
+
+    def _see(self, item: RequestProgress) -> None:
+        request = item.request
+        key = request.internal_id
+        assert not self.endings[key], "a request gets something after its end"
+        before = [*request.prompt_token_ids.tolist(), *self.seen[key]]
+        self.seen[key].extend(item.new_token_ids)
+        if item.logprobs is not None:
+            num_top = request.params.logprobs
+            expected = pseudo_logprobs(chain_of(before), item.new_token_ids[0], num_top)
+            _assert_logprobs(item.logprobs, len(before), [expected])
+        assert (item.logprobs is not None) == (request.params.logprobs is not None and bool(item.new_token_ids))
+        if item.prompt_logprobs is not None:
+            start = self.told_prompt_logprobs.get(key, 1)
+            end = start + len(item.prompt_logprobs.ranks)
+            prompt = request.prompt_token_ids.tolist()
+            expected_all = [
+                pseudo_logprobs(chain_of(prompt[:i]), prompt[i], request.params.prompt_logprobs) for i in range(start, end)
+            ]
+            _assert_logprobs(item.prompt_logprobs, start, expected_all)
+            self.told_prompt_logprobs[key] = end
+        if request.is_finished:
+            self.endings[key].append("error" if item.error else str(request.finish_reason))
+        assert item.error is None or request.is_finished
+
+
+def _assert_logprobs(piece: Any, start: int, expected: list[tuple[list[int], list[float], int]]) -> None:
+    assert piece.start == start
+    assert piece.token_ids.tolist() == [i for ids, _, _ in expected for i in ids]
+    assert piece.logprobs.tolist() == [v for _, values, _ in expected for v in values]
+    assert piece.ranks.tolist() == [rank for _, _, rank in expected]

@@ -1,0 +1,318 @@
+"""Stand-ins for what the engine talks to: workers that keep a simulated KV cache and check every rule, and a clock."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.scheduler import ROWS_PER_SEQUENCE, SchedulerConfig
+from ipc.messages import (
+    CachedRequestData,
+    LogprobColumns,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from ipc.params import SamplingParams
+
+VOCAB_SIZE = 500
+
+
+class RuleBroken(AssertionError):
+    """The scheduler asked for something that real workers would have answered with wrong tokens."""
+
+
+class FakeClock:
+    """A monotonic clock that only moves when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def chain(previous: int, token_id: int) -> int:
+    """What a slot holds: depends on its token and on all tokens before it, as keys and values do."""
+    return hash((previous, token_id))
+
+
+def chain_of(token_ids: Sequence[int]) -> int:
+    """What the last token's slot of this sequence holds."""
+    value = 0
+    for token_id in token_ids:
+        value = chain(value, token_id)
+    return value
+
+
+def pseudo_token(value: int, seed: int | None, vocab_size: int = VOCAB_SIZE) -> int:
+    """The token that follows a sequence whose last slot holds ``value``."""
+    return hash((value, seed, 7)) % vocab_size
+
+
+def pseudo_logprobs(value: int, token_id: int, num_top: int) -> tuple[list[int], list[float], int]:
+    """Ids, log probabilities and rank at one position, for the token that stands there."""
+    ids = [token_id, *((value + step) % VOCAB_SIZE for step in range(num_top))]
+    return ids, [-float(hash((value, i)) % 1000) / 8 for i in ids], hash((value, token_id)) % VOCAB_SIZE + 1
+
+
+def expected_output(
+    prompt: Sequence[int], params: SamplingParams, *, eos_token_ids: frozenset[int], max_model_len: int, outputs: Sequence[int] = ()
+) -> tuple[list[int], str, int | None]:
+    """All output tokens, finish reason and stop reason of a request that nobody disturbs."""
+    tokens = list(outputs)
+    value = chain_of([*prompt, *tokens])
+    while True:
+        tokens.append(pseudo_token(value, params.seed))
+        value = chain(value, tokens[-1])
+        if tokens[-1] in eos_token_ids and not params.ignore_eos:
+            return tokens, "stop", None
+        if tokens[-1] in params.stop_token_ids:
+            return tokens, "stop", tokens[-1]
+        if len(tokens) == params.max_tokens or len(prompt) + len(tokens) == max_model_len:
+            return tokens, "length", None
+
+
+@dataclass(eq=False)
+class FakeRow:
+    """One life of a request as the workers see it."""
+
+    request_id: str
+    params: SamplingParams
+    num_prompt_tokens: int
+    token_ids: list[int]
+    """Stage 0's: grows when SampledTokens are consumed."""
+    num_known: int
+    """Every rank's: grows when a step samples."""
+    num_computed: int
+    block_ids: list[int]
+    values: list[int] = field(default_factory=list)
+    """What each position's slot must hold."""
+
+    def value_at(self, position: int) -> int:
+        while len(self.values) <= position:
+            previous = self.values[-1] if self.values else 0
+            self.values.append(chain(previous, self.token_ids[len(self.values)]))
+        return self.values[position]
+
+
+class FakeWorker:
+    """All stages in one: executes each plan when it is sent, hands outputs back in order when asked.
+
+    Executing at once is the same as executing later, because every stage runs steps in order. Tokens return to
+    stage 0 as late as the plans permit, and are applied by row alone, as a simple worker does.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        depth: int,
+        allow_placeholders: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.depth = depth
+        self.allow_placeholders = allow_placeholders
+        self.nan_requests: set[str] = set()
+        """Requests whose logits hold a NaN from now on."""
+        self.rows: list[FakeRow | None] = [None] * num_rows
+        self.slots: dict[int, int] = {}
+        self.last_step_id = 0
+        self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._sampled: deque[tuple[int, list[tuple[int, FakeRow, int]]]] = deque()
+        """SampledTokens on their way to stage 0: step, then row, owner at that time (to detect, not to decide) and token."""
+        self._samples_in_flight: dict[int, list[FakeRow]] = {}
+
+    @classmethod
+    def for_config(cls, config: SchedulerConfig, depth: int) -> "FakeWorker":
+        return cls(
+            num_rows=ROWS_PER_SEQUENCE * config.max_num_seqs,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            depth=depth,
+        )
+
+    def send(self, plan: SchedulerOutput) -> None:
+        """Execute a plan; its output waits in ``pending``."""
+        _require(plan.step_id == self.last_step_id + 1, f"step {plan.step_id} follows step {self.last_step_id}")
+        _require(len(self.pending) < self.depth, f"more than {self.depth} steps in flight")
+        self.last_step_id = plan.step_id
+        self._consume_sampled(plan)
+        for row in plan.freed_rows:
+            _require(self.rows[row] is not None, f"row {row} is freed but nobody has it")
+            self.rows[row] = None
+        for new in plan.new_requests:
+            self._take_row(new)
+        self._grow_tables(plan.rows, plan.cached_requests)
+        self._check_batch(plan)
+        batch = [(row, self._owner(row), count) for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True)]
+        self._check_tables()
+        for row, owner, count in batch:
+            self._write(row, owner, count)
+        for row, owner, count in batch:
+            self._read(row, owner, owner.num_computed + count)
+        self.pending.append((plan, self._compute(plan, batch)))
+
+    def receive(self) -> ModelRunnerOutput:
+        """The oldest output that was not handed back yet."""
+        plan, output = self.pending.popleft()
+        self._samples_in_flight.pop(plan.step_id)
+        return output
+
+    def _consume_sampled(self, plan: SchedulerOutput) -> None:
+        _require(plan.needs_tokens_of_step < plan.step_id, "a step needs tokens of its own or of a later step")
+        while self._sampled and self._sampled[0][0] <= plan.needs_tokens_of_step:
+            _, tokens = self._sampled.popleft()
+            for row, sampled_for, token_id in tokens:
+                owner = self.rows[row]
+                if owner is not None:
+                    _require(owner is sampled_for, f"a token of {sampled_for.request_id} reaches {owner.request_id} in row {row}")
+                    owner.token_ids.append(token_id)
+
+    def _take_row(self, new: NewRequestData) -> None:
+        row = new.row
+        _require(self.rows[row] is None, f"row {row} is taken while it has an owner")
+        named = [step.step_id for step, _ in self.pending if row in step.rows]
+        _require(not named, f"row {row} is taken while steps {named} that name it are in flight")
+        _require(0 <= new.num_computed_tokens < len(new.token_ids), "a request comes with nothing left to compute")
+        self.rows[row] = FakeRow(
+            request_id=new.request_id,
+            params=new.params,
+            num_prompt_tokens=new.num_prompt_tokens,
+            token_ids=[int(t) for t in new.token_ids],
+            num_known=len(new.token_ids),
+            num_computed=new.num_computed_tokens,
+            block_ids=list(new.block_ids[0]),
+        )
+
+    def _grow_tables(self, rows: list[int], deltas: CachedRequestData) -> None:
+        gained = deque(deltas.new_block_ids[0] if deltas.new_block_ids else [])
+        counts = deltas.num_new_blocks[0] if deltas.num_new_blocks else []
+        for index, count in zip(deltas.indices, counts, strict=True):
+            self._owner(rows[index]).block_ids.extend(gained.popleft() for _ in range(count))
+        _require(not gained, "more new blocks than counts name")
+
+    def _check_batch(self, plan: SchedulerOutput) -> None:
+        counts = plan.num_scheduled_tokens
+        _require(len(set(plan.rows)) == len(plan.rows) == len(counts) > 0, "rows of the batch are doubled or absent")
+        _require(min(counts) >= 1 and sum(counts) <= self.max_num_batched_tokens, f"token counts {counts} break the budget")
+        _require(counts == [c for c in counts if c == 1] + [c for c in counts if c > 1], "rows with one token must come first")
+        _require({new.row for new in plan.new_requests} <= set(plan.rows), "a new request is not in the batch")
+        if not self.allow_placeholders:
+            for owners in self._samples_in_flight.values():
+                for row in plan.rows:
+                    _require(self.rows[row] not in owners, f"row {row} goes on before its sampled token is back")
+
+    def _check_tables(self) -> None:
+        holder: dict[int, int] = {}
+        for row, owner in enumerate(self.rows):
+            for block_id in owner.block_ids if owner else ():
+                _require(0 <= block_id < self.num_blocks, f"block {block_id} does not exist")
+                _require(block_id not in holder, f"block {block_id} is held by rows {holder.get(block_id)} and {row}")
+                holder[block_id] = row
+
+    def _write(self, row: int, owner: FakeRow, count: int) -> None:
+        end = owner.num_computed + count
+        _require(end <= owner.num_known, f"row {row} is asked for {end} tokens and has {owner.num_known}")
+        _require(end <= len(owner.token_ids), f"stage 0 does not have token {end - 1} of row {row}: needs_tokens_of_step is too small")
+        _require(end <= len(owner.block_ids) * self.block_size, f"row {row} has no slot for token {end - 1}")
+        for position in range(owner.num_computed, end):
+            self.slots[self._slot(owner, position)] = owner.value_at(position)
+
+    def _read(self, row: int, owner: FakeRow, end: int) -> None:
+        for position in range(end):
+            slot = self._slot(owner, position)
+            _require(self.slots.get(slot) == owner.value_at(position), f"row {row} reads a foreign or stale slot {slot} at {position}")
+
+    def _compute(self, plan: SchedulerOutput, batch: list[tuple[int, FakeRow, int]]) -> ModelRunnerOutput:
+        sampled: list[tuple[int, FakeRow, int]] = []
+        logprobs, prompt_logprobs = ColumnBuilder(), ColumnBuilder()
+        for row, owner, count in batch:
+            start, end = owner.num_computed, owner.num_computed + count
+            owner.num_computed = end
+            if owner.params.prompt_logprobs is not None:
+                last = min(end, owner.num_prompt_tokens - 1)
+                prompt_logprobs.add(row, owner, start + 1, owner.token_ids[start + 1 : last + 1], owner.params.prompt_logprobs)
+            if end == owner.num_known:
+                token_id = pseudo_token(owner.value_at(end - 1), owner.params.seed)
+                sampled.append((row, owner, token_id))
+                owner.num_known += 1
+                most = owner.params.max_tokens
+                _require(owner.num_known <= self.max_model_len, f"row {row} samples past max_model_len")
+                _require(most is None or owner.num_known - owner.num_prompt_tokens <= most, f"row {row} samples past max_tokens")
+                if owner.params.logprobs is not None:
+                    logprobs.add(row, owner, end, [token_id], owner.params.logprobs)
+        self._sampled.append((plan.step_id, sampled))
+        self._samples_in_flight[plan.step_id] = [owner for _, owner, _ in sampled]
+        return ModelRunnerOutput(
+            core_id=plan.core_id,
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            rows=[row for row, _, _ in sampled],
+            token_ids=[token_id for _, _, token_id in sampled],
+            counts=[1] * len(sampled),
+            logprobs=logprobs.build(),
+            prompt_logprobs=prompt_logprobs.build(),
+            nan_rows=[row for row, owner, _ in batch if owner.request_id in self.nan_requests],
+        )
+
+    def _owner(self, row: int) -> FakeRow:
+        owner = self.rows[row]
+        if owner is None:
+            raise RuleBroken(f"row {row} is in the batch and nobody has it")
+        return owner
+
+    def _slot(self, owner: FakeRow, position: int) -> int:
+        return owner.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class ColumnBuilder:
+    """Collects log probabilities in the layout of LogprobColumns."""
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[int, int, int, int]] = []
+        self.ids: list[int] = []
+        self.values: list[float] = []
+        self.ranks: list[int] = []
+
+    def add(self, row: int, owner: FakeRow, start: int, token_ids: list[int], num_top: int) -> None:
+        if not token_ids:
+            return
+        self.heads.append((row, start, len(token_ids), num_top))
+        for position, token_id in enumerate(token_ids, start):
+            ids, values, rank = pseudo_logprobs(owner.value_at(position - 1), token_id, num_top)
+            self.ids.extend(ids)
+            self.values.extend(values)
+            self.ranks.append(rank)
+
+    def build(self) -> LogprobColumns | None:
+        if not self.heads:
+            return None
+        rows, starts, counts, tops = (list(column) for column in zip(*self.heads, strict=True))
+        return LogprobColumns(
+            rows=rows,
+            starts=starts,
+            num_positions=counts,
+            num_top=tops,
+            token_ids=np.asarray(self.ids, np.int32),
+            logprobs=np.asarray(self.values, np.float32),
+            ranks=np.asarray(self.ranks, np.int32),
+        )
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise RuleBroken(complaint)
