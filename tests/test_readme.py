@@ -1,0 +1,124 @@
+"""Do the README's commands and its client work as they stand there?"""
+
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+ANSWER = " the primary colors of the RGB color model: red, blue, and green."
+MODEL_IN_README = ".cache/demo-model/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def command(pattern: str) -> list[str]:
+    """The one command of the README that matches, as arguments, with the demo model's path and no prompt sign."""
+    lines = [line.removeprefix("$ ") for block in blocks("bash") + blocks("console") for line in block.splitlines()]
+    found = [line for line in lines if re.match(pattern, line)]
+    assert len(found) == 1, f"{len(found)} commands match {pattern}"
+    words = re.findall(r'"[^"]*"|\S+', found[0])
+    model = os.environ.get("BRIGADE_DEMO_MODEL", MODEL_IN_README)
+    return [model if word == MODEL_IN_README else word.strip('"') for word in words]
+
+
+def environment() -> dict[str, str]:
+    """As in an activated environment: the commands of this Python's folder come first."""
+    return {**os.environ, "VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+@contextmanager
+def running_server(arguments: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start a server; gives its address and the process, and ends it with its whole session."""
+    server = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stderr is not None
+    try:
+        output = []
+        for line in server.stderr:
+            output.append(line)
+            if ready := re.match(r"brigade ready: .*listen=(tcp://[^ ,]+)", line):
+                yield ready[1], server
+                return
+        pytest.fail(f"{arguments[0]} ended before it was ready:\n{''.join(output)}")
+    finally:
+        end(server)
+
+
+def end(server: subprocess.Popen[str]) -> int:
+    """SIGTERM, and a minute to drain; then the hard way, so that a failing test leaves nothing behind."""
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        raise
+    return server.returncode
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+    )
+
+
+needs_installation = pytest.mark.skipif(
+    not any(importlib.metadata.distributions(name="brigade")),
+    reason="the package is not installed here; ./scripts/test.sh installs it",
+)
+
+
+@needs_installation
+def test_quickstart_answers_and_ends_clean(tmp_path: Path) -> None:
+    script = command(r"\./scripts/quickstart\.sh")
+    done = subprocess.run(
+        [str(ROOT / script[0])],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (ROOT / "scripts/quickstart_answer.txt").read_text() in done.stdout
+    assert done.stderr == ""
+
+
+@needs_installation
+def test_brigade_serve_and_generate() -> None:
+    with running_server(command("brigade serve")) as (address, server):
+        done = run([*command("brigade generate"), "--connect", address])
+        assert (done.stdout, done.stderr, done.returncode) == (f"{ANSWER}\n", "", 0)
+        assert end(server) == 0
+
+
+def test_torchrun_and_the_client() -> None:
+    [client] = blocks("python")
+    with running_server(command("torchrun")) as (address, _):
+        done = run([sys.executable, "-c", client.replace("tcp://127.0.0.1:5757", address)])
+        assert (done.stdout, done.stderr, done.returncode) == (f"{ANSWER}\nlength: 16 tokens\n", "", 0)
+
+
+def test_the_files_to_read_are_there() -> None:
+    named = re.findall(r"^\| `([^`]+)` \|", README, re.MULTILINE)
+    assert named and [file for file in named if not (ROOT / file).is_file()] == []
