@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from engine import Client, SamplingParams
-from ipc.errors import ConfigError, EngineError, PeerLost, RequestError
+from ipc.errors import ConfigError, PeerLost, RequestError
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5757"
 MAX_OPEN_REQUESTS = 64
@@ -84,17 +84,12 @@ def command(
         with Client(connect) as client:
             num_failed = _answer_all(client, texts, params, as_json)
     except (PeerLost, ConfigError, RequestError) as error:
-        raise _ended(error) from error
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     if num_failed:
         sys.exit(EXIT_REQUEST_FAILED)
-
-
-def _ended(error: EngineError) -> click.ClickException:
-    shown = click.ClickException(str(error))
-    shown.exit_code = EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE
-    return shown
 
 
 def _read_prompts(prompts: Sequence[str], files: Sequence[str], split_lines: bool) -> list[str]:
