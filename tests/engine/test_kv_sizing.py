@@ -1,0 +1,69 @@
+"""How many blocks the pool gets."""
+
+import pytest
+
+from engine.config import CoreConfig
+from engine.kv_sizing import plan_kv_cache
+from ipc.errors import ConfigError
+from ipc.messages import KVCacheGroup, WorkerLoaded
+
+
+def config(**changes: object) -> CoreConfig:
+    return CoreConfig(**{
+        "run_dir": "/r", "agent_pid": 1, "agent_start": 1, "key": "", "num_stages": 2, "model_name": "m", "vocab_size": 10,
+        "model_max_len": 1024, "block_size": 16, "max_num_seqs": 8, "kv_memory_share": 0.5, **changes})
+
+
+def stage(rank: int, *, layers: list[int], bytes_per_block: int, free_bytes: int, device: str = "cpu") -> WorkerLoaded:
+    return WorkerLoaded(core_id=1, epoch=1, rank=rank, groups=(KVCacheGroup(kind="full", layers=layers),),
+                        bytes_per_block=bytes_per_block, free_bytes=free_bytes, device=device, weight_bytes=0, load_s=0.0,
+                        num_threads=1)
+
+
+def test_ranks_on_one_host_share_what_the_last_of_them_measured() -> None:
+    stages = [stage(0, layers=[0, 1, 2], bytes_per_block=300, free_bytes=10**6),
+              stage(1, layers=[3, 4], bytes_per_block=200, free_bytes=400_000)]
+    together = plan_kv_cache(config(), stages, {0: "a", 1: "a"})
+    assert together.num_blocks == 200_000 // 500
+    apart = plan_kv_cache(config(), stages, {0: "a", 1: "b"})
+    assert apart.num_blocks == 512, "8 sequences of 1024 tokens need no more"
+    apart = plan_kv_cache(config(max_num_seqs=100), stages, {0: "a", 1: "b"})
+    assert apart.num_blocks == min(500_000 // 300, 200_000 // 200)
+    assert together.groups[0].layers == [0, 1, 2, 3, 4]
+
+
+def test_two_devices_of_one_host_do_not_share() -> None:
+    stages = [stage(0, layers=[0], bytes_per_block=100, free_bytes=100_000, device="cuda:0"),
+              stage(1, layers=[1], bytes_per_block=100, free_bytes=200_000, device="cuda:1")]
+    assert plan_kv_cache(config(max_num_seqs=100), stages, {0: "a", 1: "a"}).num_blocks == 500
+
+
+def test_flags_win_over_measurements() -> None:
+    stages = [stage(0, layers=[0], bytes_per_block=300, free_bytes=0), stage(1, layers=[1], bytes_per_block=100, free_bytes=0)]
+    assert plan_kv_cache(config(num_kv_blocks=99), stages, {0: "a", 1: "a"}).num_blocks == 99
+    assert plan_kv_cache(config(kv_cache_memory=30_000), stages, {0: "a", 1: "a"}).num_blocks == 100
+
+
+def test_a_small_pool_lowers_the_context_that_nobody_asked_for_and_refuses_one_that_somebody_did() -> None:
+    stages = [stage(0, layers=[0], bytes_per_block=1, free_bytes=0), stage(1, layers=[1], bytes_per_block=1, free_bytes=0)]
+    plan = plan_kv_cache(config(num_kv_blocks=12), stages, {0: "a", 1: "a"})
+    assert plan.max_model_len == 192 and "lowered from 1024 to 192" in plan.notes[-1]
+    with pytest.raises(ConfigError, match="--max-model-len.*1024 tokens needs 64 KV blocks of 16, the pool has 12"):
+        plan_kv_cache(config(num_kv_blocks=12, max_model_len=1024), stages, {0: "a", 1: "a"})
+    with pytest.raises(ConfigError, match="the pool has 0"):
+        plan_kv_cache(config(), stages, {0: "a", 1: "a"})
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"block_size": 0}, "--block-size: 0 must be a power of two"),
+    ({"block_size": 24}, "--block-size: 24"),
+    ({"max_num_seqs": 0}, "--max-num-seqs: 0"),
+    ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens: 0"),
+    ({"max_model_len": 1}, "--max-model-len: 1 must be at least 2"),
+    ({"max_model_len": 2048}, "--max-model-len: 2048 is above the 1024"),
+    ({"num_kv_blocks": 0}, "--num-kv-blocks: 0"),
+    ({"health_timeout_s": 0.5}, "--health-timeout: 0.5"),
+])
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(**changes)
