@@ -20,13 +20,15 @@ def main() -> int:
     """Start, report, serve; returns the exit code."""
     config, files = unpack_start(sys.stdin.buffer.read())
     set_up_logging("core", config.log_level)
+    directory = RunDirectory(path=Path(config.run_dir))
     try:
         core = EngineCore(config, files)
     except ConfigError as error:
+        directory.remove()
         _report({"field": error.field, "error": error.message})
         return 1
     found = {"pid": os.getpid(), "worker_address": core.worker_address, "key": config.key}
-    _write_atomically(RunDirectory(path=Path(config.run_dir)).core_file, json.dumps(found))
+    _write_atomically(directory.core_file, json.dumps(found))
     _report(found)
     return core.run()
 
