@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ipc.errors import PeerLost
-from worker.links.link import Boundary, HopBuffer, check_trailer, clear_trailer
+from worker.links.link import Boundary, HopBuffer, check_trailer
 
 NUM_SEND_BUFFERS = 2
 NUM_RECEIVE_BUFFERS = 3
@@ -127,7 +127,7 @@ class GlooReceiver:
 
     def post(self, step_id: int, num_tokens: int) -> None:
         buffer = self._free.pop()
-        clear_trailer(buffer, num_tokens)
+        buffer.clear_trailer(num_tokens)
         try:
             work = self._group.recv([buffer.message(num_tokens)], self._peer, _TAG)
         except RuntimeError as error:
@@ -158,4 +158,6 @@ class GlooReceiver:
 def _reason(error: RuntimeError) -> str:
     """gloo's own words, without the source position before them and the advice behind."""
     text = str(error).splitlines()[0]
-    return text.rsplit("] ", 1)[-1].split(". This is typically")[0]
+    if text.startswith("["):
+        text = text.split("] ", 1)[-1]
+    return text.split(". This is typically")[0]

@@ -6,28 +6,19 @@ shapes from the step's plan, so nothing about them travels; the trailer proves t
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ipc.errors import PeerLost
+from worker.models import BoundaryTensor
 
 TRAILER = struct.Struct("<IQI")
 """Epoch, step, tokens."""
 
 _ALIGNMENT = 16
 """Bytes; each tensor starts at a multiple, so that a view of any dtype is possible."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryTensor:
-    """One tensor that travels between stages: ``[T, width]``."""
-
-    width: int
-    dtype: torch.dtype
 
 
 Boundary = tuple[BoundaryTensor, ...]
@@ -61,6 +52,10 @@ class HopBuffer:
 
     def write_trailer(self, epoch: int, step_id: int, num_tokens: int) -> None:
         TRAILER.pack_into(self._memory, self._layout(num_tokens)[-1], epoch, step_id, num_tokens)
+
+    def clear_trailer(self, num_tokens: int) -> None:
+        """A message that ends too early must not be taken for complete because of what the buffer held before."""
+        TRAILER.pack_into(self._memory, self._layout(num_tokens)[-1], 0, 0, 0)
 
     def read_trailer(self, num_tokens: int) -> tuple[int, int, int]:
         """Epoch, step and tokens at the place where a message for so many tokens has them."""
@@ -116,9 +111,3 @@ def check_trailer(
             f"rank {rank}, step {step_id}: rank {peer} sent something else than {num_tokens} tokens of epoch {epoch} "
             f"(trailer: epoch {got[0]}, step {got[1]}, {got[2]} tokens); it may run another version or model"
         )
-
-
-def clear_trailer(buffer: HopBuffer, num_tokens: int) -> None:
-    """A message that ends too early must not be taken for complete because of what the buffer held before."""
-    buffer.write_trailer(0, 0, 0)
-    buffer.message(num_tokens)[-TRAILER.size :] = torch.from_numpy(np.zeros(TRAILER.size, np.uint8))

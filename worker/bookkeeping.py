@@ -1,0 +1,95 @@
+"""How do a step's log probabilities get into the columns that travel to the core?"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ipc.messages import LogprobColumns
+from worker.input_batch import PromptSlice, SamplingRows
+from worker.request_states import NO_LOGPROBS
+from worker.sampler import gather_logprobs, nan_rows
+
+MAX_LOGITS_BYTES = 64 << 20
+"""Logits of prompt positions that exist at once: more would save no time and take gigabytes for a long chunk."""
+
+Gathered = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
+"""[N, 1 + num_top] ids and logprobs, [N] ranks."""
+
+
+class _Columns:
+    """LogprobColumns being filled, entry by entry."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.num_positions: list[int] = []
+        self.num_top: list[int] = []
+        self.token_ids: list[NDArray[np.int32]] = []
+        self.logprobs: list[NDArray[np.float32]] = []
+        self.ranks: list[NDArray[np.int32]] = []
+
+    def add(self, row: int, start: int, num_top: int, gathered: Gathered) -> None:
+        token_ids, logprobs, ranks = gathered
+        self.rows.append(row)
+        self.starts.append(start)
+        self.num_positions.append(len(ranks))
+        self.num_top.append(num_top)
+        self.token_ids.append(token_ids[:, : 1 + num_top].reshape(-1))
+        self.logprobs.append(logprobs[:, : 1 + num_top].reshape(-1))
+        self.ranks.append(ranks)
+
+    def freeze(self) -> LogprobColumns:
+        return LogprobColumns(
+            rows=self.rows,
+            starts=self.starts,
+            num_positions=self.num_positions,
+            num_top=self.num_top,
+            token_ids=np.concatenate(self.token_ids),
+            logprobs=np.concatenate(self.logprobs),
+            ranks=np.concatenate(self.ranks),
+        )
+
+
+def sampled_logprobs(logits: Tensor, sampled: Tensor, sampling: SamplingRows) -> LogprobColumns | None:
+    """Of the tokens just sampled, for rows that ask; None when none does. ``logits``: [S', V]."""
+    wanted = sampling.params.num_logprobs
+    asking = [i for i, num_top in enumerate(wanted) if num_top != NO_LOGPROBS]
+    if not asking:
+        return None
+    index = torch.tensor(asking, device=logits.device)
+    ids, logprobs, ranks = _gather(logits[index], sampled[index], max(wanted[i] for i in asking))
+    columns = _Columns()
+    for k, i in enumerate(asking):
+        one = slice(k, k + 1)
+        columns.add(int(sampling.rows[i]), int(sampling.positions[i]), wanted[i], (ids[one], logprobs[one], ranks[one]))
+    return columns.freeze()
+
+
+def prompt_logprobs(
+    hidden: Tensor, slices: Sequence[PromptSlice], head: Callable[[Tensor], Tensor], vocab_size: int
+) -> tuple[LogprobColumns | None, list[int]]:
+    """Of prompt tokens, and the rows where a logit was NaN. ``hidden``: [T, C] of the step; ``head`` makes logits."""
+    if not slices:
+        return None, []
+    columns, broken = _Columns(), []
+    most = max(16, MAX_LOGITS_BYTES // (4 * vocab_size))
+    for part in slices:
+        token_ids = torch.from_numpy(part.token_ids.astype(np.int64)).to(hidden.device)
+        pieces: list[Gathered] = []
+        for start in range(0, len(part.token_ids), most):
+            end = min(start + most, len(part.token_ids))
+            logits = head(hidden[part.hidden_start + start : part.hidden_start + end])
+            if bool(nan_rows(logits).any()) and part.row not in broken:
+                broken.append(part.row)
+            pieces.append(_gather(logits, token_ids[start:end], part.num_top))
+        ids, logprobs, ranks = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        columns.add(part.row, part.start, part.num_top, (ids, logprobs, ranks))
+    return columns.freeze(), broken
+
+
+def _gather(logits: Tensor, token_ids: Tensor, num_top: int) -> Gathered:
+    ids, logprobs, ranks = gather_logprobs(logits, token_ids, num_top)
+    return ids.cpu().numpy(), logprobs.cpu().numpy(), ranks.cpu().numpy()

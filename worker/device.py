@@ -1,0 +1,44 @@
+"""Where, with which numbers and with how many threads does this rank compute?"""
+
+import os
+
+import torch
+
+from ipc.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str, local_rank: int) -> torch.device:
+    """``auto`` takes the local rank's GPU if there is one, else the CPU. Raises ConfigError for an absent device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError("--device", f"{name!r:.80} must be auto, cpu or cuda")
+    if name == "cpu":
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank < num_gpus:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if name == "cuda":
+        found = f"{num_gpus} CUDA devices" if num_gpus else "no CUDA device"
+        raise ConfigError(
+            "--device", f"cuda: local rank {local_rank} needs device {local_rank}, this machine has {found}; "
+            "start fewer ranks here, or use --device cpu"
+        )
+    return torch.device("cpu")
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` takes the checkpoint's. Raises ConfigError for one that is unknown or that the device can't compute."""
+    wanted = checkpoint_dtype if name == "auto" else name
+    if wanted not in DTYPES:
+        raise ConfigError("--dtype", f"{wanted!r:.80} must be auto or one of {', '.join(DTYPES)}")
+    if wanted == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError("--dtype", f"bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
+    return DTYPES[wanted]
+
+
+def choose_num_threads(asked: int | None, local_world_size: int) -> int:
+    """What was asked for, else this rank's share of the cores that this process may use."""
+    return asked or max(1, len(os.sched_getaffinity(0)) // local_world_size)

@@ -1,0 +1,155 @@
+"""What does one step compute? From rows and a plan to the step's flat tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ipc.messages import SchedulerOutput
+from worker.attention import CommonAttentionMetadata
+from worker.block_table import BlockTable, offsets_within
+from worker.request_states import NO_LOGPROBS, RequestStates, Span
+from worker.sampler import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """The rows of a step that get a token, in batch order."""
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Index in its sequence of the token that each row samples."""
+
+    hidden_index: Tensor
+    """[S'] int64: where each row's last token is among the step's tokens."""
+
+    params: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSlice:
+    """Consecutive tokens of one row's prompt whose log probabilities this step yields."""
+
+    row: int
+    start: int
+    """Number of the first of these tokens in its sequence; the hidden state before it predicts it."""
+
+    hidden_start: int
+    """Place of that hidden state among the step's tokens."""
+
+    token_ids: NDArray[np.int32]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """One step, ready to be computed; tensors of the model are on its device. Valid for this step alone."""
+
+    plan: SchedulerOutput
+    num_tokens: int
+    token_ids: Tensor | None
+    """[T] int64; first stage only."""
+
+    positions: Tensor
+    """[T] int64."""
+
+    metadata: Any
+    """From the attention backend's builder; None when there are no tokens."""
+
+    sampling: SamplingRows | None
+    """Last stage only, and None when no row samples."""
+
+    prompt_slices: tuple[PromptSlice, ...]
+    """Last stage only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens:
+    """Rows and counts of a plan beside what they mean for the sequences."""
+
+    rows: NDArray[np.int64]
+    num_scheduled: NDArray[np.int64]
+    query_starts: NDArray[np.int64]
+    """[S + 1] cumulative."""
+
+    span: Span
+    positions: NDArray[np.int64]
+    """[T]."""
+
+    @classmethod
+    def of(cls, rows: NDArray[np.int64], num_scheduled: NDArray[np.int64], span: Span) -> "StepTokens":
+        query_starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(num_scheduled, out=query_starts[1:])
+        positions = np.repeat(span.starts.astype(np.int64), num_scheduled) + offsets_within(num_scheduled)
+        return cls(rows=rows, num_scheduled=num_scheduled, query_starts=query_starts, span=span, positions=positions)
+
+
+def gather_token_ids(states: RequestStates, step: StepTokens) -> NDArray[np.int64]:
+    """[T]: the tokens that the first stage embeds."""
+    owners = np.repeat(step.rows, step.num_scheduled)
+    return states.token_ids[owners, step.positions].astype(np.int64)
+
+
+def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMetadata:
+    """Where the step's keys and values go, and what each sequence may look at."""
+    seq_lens = step.span.ends
+    block_table = table.gather(step.rows, seq_lens)
+    owners = np.repeat(np.arange(len(step.rows)), step.num_scheduled)
+    blocks = block_table[owners, step.positions // table.block_size].astype(np.int64)
+    slots = blocks * table.block_size + step.positions % table.block_size
+    longer = np.flatnonzero(step.num_scheduled != 1)
+    return CommonAttentionMetadata(
+        query_starts=torch.from_numpy(step.query_starts.astype(np.int32)),
+        seq_lens=torch.from_numpy(seq_lens),
+        block_table=torch.from_numpy(block_table),
+        slots=torch.from_numpy(slots),
+        num_decodes=int(longer[0]) if len(longer) else len(step.rows),
+        max_seq_len=int(seq_lens.max()),
+    )
+
+
+def sampling_rows(states: RequestStates, step: StepTokens, device: torch.device) -> SamplingRows | None:
+    """Parameters of the rows that computed their last known token; None when there is no such row."""
+    chosen = np.flatnonzero(step.span.samples)
+    if not len(chosen):
+        return None
+    rows = step.rows[chosen]
+    positions = step.span.ends[chosen].astype(np.int64)
+
+    def to_device(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return SamplingRows(
+        rows=rows,
+        positions=positions,
+        hidden_index=to_device(step.query_starts[chosen + 1] - 1),
+        params=SamplingBatch(
+            temperature=to_device(states.temperature[rows]),
+            top_k=to_device(states.top_k[rows]),
+            top_p=to_device(states.top_p[rows]),
+            seed=to_device(states.seed[rows]),
+            position=to_device(positions),
+            num_logprobs=states.num_logprobs[rows].tolist(),
+        ),
+    )
+
+
+def prompt_slices(states: RequestStates, step: StepTokens) -> tuple[PromptSlice, ...]:
+    """What rows that ask for logprobs of their prompt get from this chunk of it."""
+    asking = np.flatnonzero(states.num_prompt_logprobs[step.rows] != NO_LOGPROBS)
+    slices = []
+    for i in asking.tolist():
+        row, start = int(step.rows[i]), int(step.span.starts[i]) + 1
+        end = min(int(step.span.ends[i]) + 1, int(states.num_prompt[row]))
+        if end > start:
+            slices.append(PromptSlice(
+                row=row,
+                start=start,
+                hidden_start=int(step.query_starts[i]),
+                token_ids=states.token_ids[row, start:end].copy(),
+                num_top=int(states.num_prompt_logprobs[row]),
+            ))
+    return tuple(slices)

@@ -1,0 +1,177 @@
+"""How does a rank turn a plan into activations, or into tokens?"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ipc.errors import ProtocolError
+from ipc.messages import ModelRunnerOutput, SchedulerOutput
+from worker.attention import AttentionBackend
+from worker.block_table import BlockTable
+from worker.bookkeeping import prompt_logprobs, sampled_logprobs
+from worker.input_batch import (
+    InputBatch,
+    StepTokens,
+    attention_inputs,
+    gather_token_ids,
+    prompt_slices,
+    sampling_rows,
+)
+from worker.model_config import ModelConfig
+from worker.models import StageModel
+from worker.request_states import RequestStates
+from worker.sampler import nan_rows, sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the forward pass left: activations for the next stage, or on the last stage logits to sample from."""
+
+    hidden: Tensor
+    """[T, C]."""
+
+    logits: Tensor | None
+    """[S', V] float32 of the rows that sample; None elsewhere and when no row does."""
+
+
+class ModelRunner:
+    """Rows, tables and the forward pass of one stage.
+
+    One step is ``prepare`` (which may run before the activations are there), ``execute_model``, and on the last stage
+    ``sample_tokens``; steps in order. On the first stage ``accept_tokens`` brings in between what steps sampled.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        backend: AttentionBackend,
+        caches: list[Tensor],
+        *,
+        config: ModelConfig,
+        is_first: bool,
+        is_last: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._device = device
+        self._dtype = dtype
+        self._hidden_size = config.hidden_size
+        self._vocab_size = config.vocab_size
+        self._is_first = is_first
+        self._is_last = is_last
+        self._states = RequestStates(num_rows, max_model_len, is_first=is_first, is_last=is_last)
+        self._table = BlockTable(num_rows, max_model_len, block_size)
+        self._builder = backend.make_builder(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
+
+    def prepare(self, plan: SchedulerOutput) -> InputBatch:
+        """Apply the plan's diff to the rows, and build the step's inputs and metadata from them.
+
+        Tokens that the plan needs from earlier steps must have been accepted. Raises ProtocolError for a plan that
+        contradicts the rows.
+        """
+        if plan.has_grammar:
+            raise ProtocolError("SchedulerOutput.has_grammar", "this version samples without grammars")
+        self.update_states(plan)
+        rows = np.asarray(plan.rows, np.int64)
+        num_scheduled = np.asarray(plan.num_scheduled_tokens, np.int64)
+        if rows.shape != num_scheduled.shape:
+            raise ProtocolError("SchedulerOutput.rows", f"{len(rows)} rows with {len(num_scheduled)} counts")
+        step = StepTokens.of(rows, num_scheduled, self._states.advance(rows, num_scheduled))
+        if self._is_first:
+            chosen = step.span.samples
+            self._states.await_tokens(plan.step_id, rows[chosen], step.span.ends[chosen].astype(np.int64))
+        token_ids = torch.from_numpy(gather_token_ids(self._states, step)).to(self._device) if self._is_first else None
+        return InputBatch(
+            plan=plan,
+            num_tokens=len(step.positions),
+            token_ids=token_ids,
+            positions=torch.from_numpy(step.positions).to(self._device),
+            metadata=self._builder.build(attention_inputs(self._table, step)) if len(rows) else None,
+            sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
+            prompt_slices=prompt_slices(self._states, step) if self._is_last else (),
+        )
+
+    def update_states(self, plan: SchedulerOutput) -> None:
+        """Rows are freed, new requests take rows, tables grow; in this order."""
+        self._states.free(plan.freed_rows)
+        for new in plan.new_requests:
+            if len(new.block_ids) != 1:
+                raise ProtocolError("NewRequestData.block_ids", f"has {len(new.block_ids)} KV groups, this model has 1")
+            self._states.add(new)
+            self._table.set_row(new.row, new.block_ids[0])
+        cached = plan.cached_requests
+        if cached.indices:
+            if len(cached.num_new_blocks) != 1 or len(cached.new_block_ids) != 1:
+                raise ProtocolError("CachedRequestData", "must hold the blocks of exactly 1 KV group")
+            self._table.append(
+                np.asarray(plan.rows, np.int64)[cached.indices],
+                np.asarray(cached.num_new_blocks[0], np.int64),
+                np.asarray(cached.new_block_ids[0], np.int32),
+            )
+
+    @torch.inference_mode()
+    def execute_model(self, batch: InputBatch, received: Tensor | None) -> StepResult:
+        """The forward pass of this stage. ``received``: [T, C] from the stage before, None on the first stage."""
+        if not batch.num_tokens:
+            return StepResult(hidden=torch.empty(0, self._hidden_size, dtype=self._dtype), logits=None)
+        if batch.token_ids is not None:
+            hidden = self._model.embed(batch.token_ids)
+        else:
+            assert received is not None, "a stage behind the first one needs activations"
+            hidden = received.to(self._device, non_blocking=True)
+        hidden = self._model(hidden, batch.positions, self._caches, batch.metadata)
+        logits = None if batch.sampling is None else self._model.logits(hidden[batch.sampling.hidden_index])
+        return StepResult(hidden=hidden, logits=logits)
+
+    @torch.inference_mode()
+    def sample_tokens(self, batch: InputBatch, result: StepResult) -> ModelRunnerOutput:
+        """Last stage: one token for each row that samples, with what else those rows asked for."""
+        plan, sampling, logits = batch.plan, batch.sampling, result.logits
+        columns, broken = prompt_logprobs(result.hidden, batch.prompt_slices, self._model.logits, self._vocab_size)
+        rows: list[int] = []
+        token_ids: list[int] = []
+        logprobs = None
+        if sampling is not None and logits is not None:
+            rows = sampling.rows.tolist()
+            is_broken = nan_rows(logits)
+            if bool(is_broken.any()):
+                broken += [row for row in sampling.rows[is_broken.cpu().numpy()].tolist() if row not in broken]
+                # A broken row still yields a token that exists, so that what follows in flight has the right shape.
+                logits = logits.masked_fill(is_broken[:, None], 0.0)
+            sampled = sample(logits, sampling.params)
+            token_ids = sampled.tolist()
+            logprobs = sampled_logprobs(logits, sampled, sampling)
+        return ModelRunnerOutput(
+            core_id=plan.core_id,
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            rows=rows,
+            token_ids=token_ids,
+            counts=[1] * len(rows),
+            logprobs=logprobs,
+            prompt_logprobs=columns,
+            nan_rows=broken,
+        )
+
+    def accept_tokens(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+        """First stage: these are the tokens that a step sampled. Every step's are accepted once, also empty ones.
+
+        Raises ProtocolError for other rows than the step sampled and for ids outside the vocabulary.
+        """
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ProtocolError("SampledTokens.token_ids", f"step {step_id}: an id is outside 0 to {self._vocab_size - 1}")
+        self._states.accept_tokens(step_id, rows, token_ids)
