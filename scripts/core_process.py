@@ -80,6 +80,7 @@ def _start(directory: RunDirectory, config: CoreConfig, files: ModelFiles, lock:
         line = stdout.readline()
     answer = json.loads(line or b'{"field": "core", "error": "ended while starting; its traceback is above"}')
     if "error" in answer:
+        process.wait(END_TIMEOUT_S)
         raise ConfigError(answer["field"], answer["error"])
     # Not our child to wait for: it outlives this rank, and init or the agent reaps it.
     process.returncode = 0
