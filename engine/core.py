@@ -23,7 +23,7 @@ from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
 from ipc.channel import open_socket
 from ipc.endpoints import RunDirectory, host_id
-from ipc.errors import RequestError
+from ipc.errors import ProtocolError, RequestError
 from ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -205,9 +205,18 @@ class EngineCore:
             case EpochEnded():
                 self._on_epoch_ended(event)
             case ModelRunnerOutput():
-                if self._scheduler is not None:
-                    for progress in self._scheduler.update(event):
-                        self._report(progress)
+                self._apply(event)
+
+    def _apply(self, output: ModelRunnerOutput) -> None:
+        if self._scheduler is None:
+            return
+        try:
+            progresses = self._scheduler.update(output)
+        except ProtocolError as error:
+            self._give_up(f"the workers' output can't be trusted: {error}")
+            return
+        for progress in progresses:
+            self._report(progress)
 
     def _on_epoch_ready(self, event: EpochReady) -> None:
         config = self._config
