@@ -10,6 +10,10 @@ import os
 import signal
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -21,10 +25,6 @@ def main() -> int:
     if os.getppid() != launcher_pid:
         return 1
     logging.disable(logging.CRITICAL)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
     try:
         run(parse_args(sys.argv[2:]))
     except SignalException as ended:
