@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

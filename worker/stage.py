@@ -1,0 +1,144 @@
+"""What happens on a rank in one step, from the plan to what is handed on?"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ipc.errors import ProtocolError
+from ipc.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from ipc.params import SamplingParams
+from worker.clock import LINK, TOKENS, StageClock
+from worker.links.link import Receiver, Sender
+from worker.model_runner import ModelRunner
+from worker.token_return import TokenInbox, TokenOutbox
+from worker.topology import Topology
+
+WARM_UP_TOKENS = 8
+"""Enough to go through every kernel of a prefill; thread pools and sockets are awake afterwards."""
+
+
+class Stage:
+    """A model runner between its links; steps come in order, each number once.
+
+    Waits are bounded: every method that waits raises PeerLost when a neighbour doesn't do its part in time.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        runner: ModelRunner,
+        clock: StageClock,
+        *,
+        receiver: Receiver | None,
+        sender: Sender | None,
+        token_inbox: TokenInbox | None,
+        token_outbox: TokenOutbox | None,
+        max_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        self._topology = topology
+        self._runner = runner
+        self._clock = clock
+        self._receiver = receiver
+        self._sender = sender
+        self._token_inbox = token_inbox
+        self._token_outbox = token_outbox
+        self._max_tokens = max_tokens
+        self._timeout_s = timeout_s
+        self._last_step = -1
+        self._last_posted = -1
+
+    def post_receives(self, plans: Iterable[SchedulerOutput]) -> None:
+        """Make ready for the activations of these steps, as far as there are buffers. Twice does no harm."""
+        if self._receiver is None:
+            return
+        for plan in plans:
+            if plan.step_id > self._last_posted and plan.rows:
+                if not self._receiver.has_room:
+                    return
+                self._receiver.post(plan.step_id, self._num_tokens(plan))
+                self._last_posted = plan.step_id
+
+    def run_step(self, plan: SchedulerOutput, upcoming: Iterable[SchedulerOutput] = ()) -> ModelRunnerOutput | None:
+        """Compute one step and hand on what comes out; the output for the core on the last stage, None elsewhere.
+
+        ``upcoming``: plans behind this one, whose receives are posted before this one is waited for.
+        """
+        if plan.step_id != self._last_step + 1:
+            raise ProtocolError("SchedulerOutput.step_id", f"is {plan.step_id} after step {self._last_step}")
+        self._last_step = plan.step_id
+        self.post_receives([plan])
+        if self._token_inbox is not None and plan.step_id > 0:
+            self._take_tokens(self._token_inbox, plan.needs_tokens_of_step)
+        batch = self._runner.prepare(plan)
+        received = None
+        if self._receiver is not None and batch.num_tokens:
+            self.post_receives(upcoming)
+            with self._clock.waiting(LINK):
+                received = self._receiver.wait(plan.step_id)[0]
+        result = self._runner.execute_model(batch, received)
+        if self._topology.is_last:
+            output = self._runner.sample_tokens(batch, result)
+            self._return_tokens(output)
+            return output
+        assert self._sender is not None
+        if batch.num_tokens:
+            # Includes a wait for the send before the last one; a neighbour that keeps up makes it none.
+            with self._clock.waiting(LINK):
+                self._sender.send(plan.step_id, [result.hidden])
+        return None
+
+    def warm_up(self, max_model_len: int, block_size: int) -> None:
+        """Run step 0, which nobody asked for, so that kernels, threads and every channel have been used once.
+
+        It writes to block 0 and row 0; their first owners write before they read.
+        """
+        num_tokens = min(WARM_UP_TOKENS, block_size, max_model_len - 1, self._max_tokens)
+        request = NewRequestData(
+            row=0,
+            request_id="warm-up",
+            token_ids=np.zeros(num_tokens, np.int32),
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=0,
+            block_ids=([0],),
+            params=SamplingParams(temperature=0.0, seed=0),
+        )
+        self.run_step(SchedulerOutput(
+            core_id=0,
+            epoch=0,
+            step_id=0,
+            freed_rows=[],
+            new_requests=(request,),
+            cached_requests=CachedRequestData(),
+            rows=[0],
+            num_scheduled_tokens=[num_tokens],
+            needs_tokens_of_step=0,
+        ))
+        if self._token_inbox is not None:
+            self._take_tokens(self._token_inbox, 0)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the next stage has taken everything that was sent to it. Raises PeerLost."""
+        if self._sender is not None:
+            self._sender.flush(timeout_s)
+
+    def _take_tokens(self, inbox: TokenInbox, step_id: int) -> None:
+        with self._clock.waiting(TOKENS):
+            inbox.take_until(
+                step_id, self._runner.accept_tokens, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
+            )
+
+    def _return_tokens(self, output: ModelRunnerOutput) -> None:
+        if self._topology.is_first:
+            self._runner.accept_tokens(output.step_id, output.rows, output.token_ids)
+        else:
+            assert self._token_outbox is not None
+            self._token_outbox.send(
+                output.step_id, output.rows, output.token_ids, output.counts, timeout_s=self._timeout_s
+            )
+
+    def _num_tokens(self, plan: SchedulerOutput) -> int:
+        num_tokens = sum(plan.num_scheduled_tokens)
+        if not 0 < num_tokens <= self._max_tokens:
+            raise ProtocolError("SchedulerOutput.num_scheduled_tokens", f"{num_tokens} tokens, limit {self._max_tokens}")
+        return num_tokens

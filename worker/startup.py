@@ -1,0 +1,145 @@
+"""How does a rank get its weights, its cache and its connections?"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ipc.errors import ConfigError, PeerLost
+from ipc.messages import EpochStart, KVCacheConfig
+from worker.attention import AttentionBackend, select_backend
+from worker.device import choose_num_threads, resolve_device, resolve_dtype
+from worker.links.gloo import connect_group
+from worker.models import StageModel, build_stage, load_weights
+from worker.partition import split_layers
+from worker.progress import Progress
+from worker.settings import WorkerSettings
+from worker.topology import Topology
+from worker.weights import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStage:
+    """This rank's share of the model, with weights, and what it computes on."""
+
+    model: StageModel
+    backend: AttentionBackend
+    layers: range
+    device: torch.device
+    dtype: torch.dtype
+    cache_shape_of_block: tuple[int, ...]
+    """Of one layer's cache with a single block."""
+
+    weight_bytes: int
+    load_s: float
+    num_threads: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What one KV block costs over all layers of this stage."""
+        return len(self.layers) * math.prod(self.cache_shape_of_block) * self.dtype.itemsize
+
+
+def connect_epoch(settings: WorkerSettings, start: EpochStart) -> dist.ProcessGroupGloo:
+    """Connect all ranks, on a store that no other epoch uses. Raises PeerLost."""
+    try:
+        if settings.agent_store is None:
+            store: dist.Store = dist.FileStore(start.store, settings.world_size)
+        else:
+            host, port = settings.agent_store
+            timeout = timedelta(seconds=settings.link_timeout_s)
+            store = dist.PrefixStore(start.store, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    except RuntimeError as error:
+        raise PeerLost(f"rank {settings.rank}: the store of epoch {start.epoch} can't be reached: {error}") from None
+    return connect_group(
+        store,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        host=settings.advertise_host,
+        timeout_s=settings.link_timeout_s,
+    )
+
+
+def load_stage(settings: WorkerSettings, topology: Topology) -> LoadedStage:
+    """Build this rank's layers and read their weights. Raises ConfigError for all that no restart can cure."""
+    config = settings.config
+    layers = split_layers(config.num_layers, topology.num_stages, settings.partition)[topology.stage]
+    device = resolve_device(settings.device, settings.local_rank)
+    dtype = resolve_dtype(settings.dtype, config.dtype, device)
+    num_threads = choose_num_threads(settings.num_threads, settings.local_world_size)
+    torch.set_num_threads(num_threads)
+    backend = select_backend(
+        settings.attention_backend,
+        device=device,
+        dtype=dtype,
+        head_size=config.head_size,
+        block_size=settings.block_size,
+    )
+    started = time.monotonic()
+    with _memory_for("MODEL", "the weights of this stage", "use more stages, a smaller --dtype or a smaller model"):
+        checkpoint = open_checkpoint(settings.model, config)
+        model = build_stage(
+            config,
+            layers,
+            is_first=topology.is_first,
+            is_last=topology.is_last,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+        )
+        progress = Progress(f"rank {settings.rank}: loading", draws=settings.local_rank == 0)
+        weight_bytes = load_weights(model, checkpoint, progress)
+    load_s = time.monotonic() - started
+    logger.info(
+        "stage %d of %d: layers %d to %d on %s in %s, %d thread%s, weights %.1f MB loaded in %.1f s",
+        topology.stage, topology.num_stages, layers[0], layers[-1], device, str(dtype).removeprefix("torch."),
+        num_threads, "" if num_threads == 1 else "s", weight_bytes / 1e6, load_s,
+    )  # fmt: skip
+    return LoadedStage(
+        model=model,
+        backend=backend,
+        layers=layers,
+        device=device,
+        dtype=dtype,
+        cache_shape_of_block=backend.cache_shape(1, settings.block_size, config.num_kv_heads, config.head_size),
+        weight_bytes=weight_bytes,
+        load_s=load_s,
+        num_threads=num_threads,
+    )
+
+
+def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig) -> list[Tensor]:
+    """One zeroed cache tensor per layer. Raises ConfigError when they don't fit, or when the config isn't for this stage.
+
+    Zeroed, because a NaN in memory that attention masks out would still spoil what it is multiplied into; and because
+    memory that was touched now can't turn out to be missing in the middle of a request.
+    """
+    missing = set(stage.layers) - {layer for group in kv.groups for layer in group.layers}
+    if len(kv.groups) != 1 or missing:
+        raise ConfigError("KVCacheConfig.groups", f"must be one group with layers {stage.layers}, got {len(kv.groups)}")
+    config = settings.config
+    shape = stage.backend.cache_shape(kv.num_blocks, kv.block_size, config.num_kv_heads, config.head_size)
+    with _memory_for("--num-kv-blocks", f"{kv.num_blocks} KV blocks", "give fewer, or a smaller --kv-cache-memory"):
+        return [torch.zeros(shape, dtype=stage.dtype, device=stage.device) for _ in stage.layers]
+
+
+@contextmanager
+def _memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into a ConfigError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text
+        if not is_memory:
+            raise
+        raise ConfigError(field, f"no memory for {what} ({text}); {remedy}") from None

@@ -1,0 +1,265 @@
+"""One rank from start to end: join an epoch, load, make the cache, then run step after step."""
+
+import logging
+import os
+import queue
+import secrets
+import time
+import warnings
+from collections import deque
+from typing import TypeVar
+
+import zmq
+
+from ipc.endpoints import host_id
+from ipc.errors import ConfigError, PeerLost, ProtocolError
+from ipc.logs import set_up_logging
+from ipc.messages import (
+    EpochStart,
+    KVCacheConfig,
+    KVCacheGroup,
+    SchedulerOutput,
+    Shutdown,
+    WorkerHello,
+    WorkerLoaded,
+    WorkerReady,
+)
+from worker.clock import PLAN, StageClock
+from worker.control import ControlThread, Item
+from worker.lifeline import die_with_parent
+from worker.links.gloo import GlooReceiver, GlooSender
+from worker.memory import free_memory
+from worker.model_runner import ModelRunner
+from worker.settings import WorkerSettings
+from worker.stage import Stage
+from worker.startup import LoadedStage, connect_epoch, load_stage, make_caches
+from worker.token_return import TokenInbox, TokenOutbox
+from worker.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+"""What a neighbour gets to take the last activations when all ranks shut down."""
+
+Expected = TypeVar("Expected", EpochStart, KVCacheConfig, SchedulerOutput)
+
+
+def run_worker(settings: WorkerSettings) -> int:
+    """Be this rank until its end; returns the exit code.
+
+    Signals must be blocked in every thread; ``settings.signal_fd`` tells of them. The control thread may end the
+    process before this returns.
+
+    Raises:
+        ConfigError: what no restart can cure. The core knows of it already.
+    """
+    set_up_logging(f"rank {settings.rank}", settings.log_level)
+    _quieten_libraries()
+    if not die_with_parent(settings.parent_pid):
+        return 1
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    topology = Topology(rank=settings.rank, num_stages=settings.world_size)
+    nonce = secrets.randbits(63)
+    token_inbox = None
+    if topology.is_first and not topology.is_last:
+        token_inbox = TokenInbox(context, run_dir=settings.run_dir, nonce=nonce, host=settings.advertise_host)
+    clock = StageClock()
+    control = ControlThread(
+        context,
+        settings,
+        _hello(settings, nonce, token_inbox),
+        clock,
+        on_end=lambda: None if token_inbox is None else token_inbox.remove_file(),
+    )
+    control.start()
+    try:
+        return _run(Worker(settings, topology, context, control, clock, token_inbox), control)
+    finally:
+        control.stop()
+        if token_inbox is not None:
+            token_inbox.close()
+
+
+def _run(worker: "Worker", control: ControlThread) -> int:
+    try:
+        worker.run()
+    except ConfigError as error:
+        control.fail(str(error), fatal=True)
+        raise
+    except (PeerLost, ProtocolError) as error:
+        if control.is_shutting_down:
+            return 0
+        logger.error("%s", error)
+        control.fail(str(error), fatal=False)
+        return 1
+    except Exception as error:
+        logger.exception("this rank failed")
+        control.fail(f"{type(error).__name__}: {error}", fatal=False)
+        return 1
+    return 0
+
+
+def _hello(settings: WorkerSettings, nonce: int, token_inbox: TokenInbox | None) -> WorkerHello:
+    return WorkerHello(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        local_world_size=settings.local_world_size,
+        nonce=nonce,
+        pid=os.getpid(),
+        host=host_id(),
+        key=settings.key,
+        token_address="" if token_inbox is None else token_inbox.address,
+    )
+
+
+def _quieten_libraries() -> None:
+    """Warnings of libraries are for us, not for an operator: they go to the log's debug level."""
+    logging.captureWarnings(True)
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+class _ShutdownRequested(Exception):  # noqa: N818
+    """The core asked this rank to end."""
+
+
+class Worker:
+    """One rank's main thread: takes what the core says from the control thread, in order."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        topology: Topology,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        control: ControlThread,
+        clock: StageClock,
+        token_inbox: TokenInbox | None,
+    ) -> None:
+        self._settings = settings
+        self._topology = topology
+        self._context = context
+        self._control = control
+        self._clock = clock
+        self._token_inbox = token_inbox
+        self._ahead: deque[Item] = deque()
+        """Taken from the control thread's inbox, not yet worked on."""
+
+    def run(self) -> None:
+        """Until the core says Shutdown. Raises ConfigError, PeerLost, ProtocolError."""
+        try:
+            start = self._next(EpochStart)
+            loaded = load_stage(self._settings, self._topology)
+            self._report_loaded(start, loaded)
+            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded)
+        except _ShutdownRequested:
+            return
+        try:
+            while True:
+                self._step(stage)
+        except _ShutdownRequested:
+            stage.flush(FLUSH_S)
+
+    def _step(self, stage: Stage) -> None:
+        plan = self._next(SchedulerOutput)
+        self._take_waiting()
+        upcoming = [item for item in self._ahead if isinstance(item, SchedulerOutput)]
+        output = stage.run_step(plan, upcoming)
+        if output is not None:
+            self._control.post(output)
+        self._clock.num_steps += 1
+
+    # ------------------------------------------------------------------------------------------ start
+
+    def _report_loaded(self, start: EpochStart, loaded: LoadedStage) -> None:
+        self._control.post(WorkerLoaded(
+            core_id=start.core_id,
+            epoch=start.epoch,
+            rank=self._settings.rank,
+            groups=(KVCacheGroup(kind="full", layers=list(loaded.layers)),),
+            bytes_per_block=loaded.bytes_per_block,
+            free_bytes=free_memory(loaded.device),
+            device=str(loaded.device),
+            weight_bytes=loaded.weight_bytes,
+            load_s=loaded.load_s,
+            num_threads=loaded.num_threads,
+        ))
+
+    def _initialize_from_config(self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage) -> Stage:
+        """Make the cache tensors and the links, use everything once, and report ready."""
+        settings, started = self._settings, time.monotonic()
+        caches = make_caches(settings, loaded, kv)
+        runner = ModelRunner(
+            loaded.model,
+            loaded.backend,
+            caches,
+            config=settings.config,
+            is_first=self._topology.is_first,
+            is_last=self._topology.is_last,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            num_rows=2 * settings.max_num_seqs,
+            max_model_len=kv.max_model_len,
+            block_size=kv.block_size,
+        )
+        stage = self._connect(runner, start, loaded)
+        stage.warm_up(kv.max_model_len, kv.block_size)
+        kv_bytes = sum(cache.nbytes for cache in caches)
+        warmup_s = time.monotonic() - started
+        logger.info("KV cache: %d blocks, %.1f MB; warm after %.1f s", kv.num_blocks, kv_bytes / 1e6, warmup_s)
+        self._control.post(WorkerReady(
+            core_id=start.core_id, epoch=start.epoch, rank=settings.rank, kv_bytes=kv_bytes, warmup_s=warmup_s
+        ))
+        return stage
+
+    def _connect(self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage) -> Stage:
+        settings, topology = self._settings, self._topology
+        receiver = sender = token_outbox = None
+        if topology.num_stages > 1:
+            group = connect_epoch(settings, start)
+            boundary, is_pinned = loaded.model.boundary(), loaded.device.type == "cuda"
+            if topology.previous_rank is not None:
+                receiver = GlooReceiver(
+                    group, boundary, rank=topology.rank, peer=topology.previous_rank, epoch=start.epoch,
+                    max_tokens=settings.max_num_batched_tokens, timeout_s=settings.link_timeout_s, pinned=is_pinned,
+                )  # fmt: skip
+            if topology.next_rank is not None:
+                sender = GlooSender(
+                    group, boundary, rank=topology.rank, peer=topology.next_rank, epoch=start.epoch,
+                    max_tokens=settings.max_num_batched_tokens, timeout_s=settings.link_timeout_s, pinned=is_pinned,
+                )  # fmt: skip
+            if topology.is_last:
+                token_outbox = TokenOutbox(self._context, address=start.token_address, epoch=start.epoch)
+            if self._token_inbox is not None:
+                self._token_inbox.begin(start.epoch)
+        return Stage(
+            topology,
+            runner,
+            self._clock,
+            receiver=receiver,
+            sender=sender,
+            token_inbox=self._token_inbox,
+            token_outbox=token_outbox,
+            max_tokens=settings.max_num_batched_tokens,
+            timeout_s=settings.link_timeout_s,
+        )
+
+    # ------------------------------------------------------------------------------------------ items
+
+    def _next(self, kind: type[Expected]) -> Expected:
+        """The next item, which must be of this kind; waits for it at no cost, supervised by the control thread."""
+        if not self._ahead:
+            with self._clock.waiting(PLAN):
+                self._ahead.append(self._control.inbox.get())
+        item = self._ahead.popleft()
+        if isinstance(item, Shutdown):
+            raise _ShutdownRequested
+        if not isinstance(item, kind):
+            raise ProtocolError(type(item).__name__, f"came while {kind.__name__} was awaited")
+        return item
+
+    def _take_waiting(self) -> None:
+        while True:
+            try:
+                self._ahead.append(self._control.inbox.get_nowait())
+            except queue.Empty:
+                return
