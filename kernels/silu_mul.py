@@ -1,7 +1,7 @@
 """The gate of a Llama MLP: silu(gate) * up."""
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import silu
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -20,4 +20,4 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def silu_mul_definition(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    return (silu(gate.float()) * up.float()).to(gate_up.dtype)

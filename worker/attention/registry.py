@@ -93,7 +93,7 @@ def select_backend(
     if name != "auto" and name not in _BACKENDS:
         raise ConfigError(FIELD, f"{name!r:.80} is unknown; give auto or one of {', '.join(_BACKENDS)}")
     candidates = list(_BACKENDS) if name == "auto" else [name]
-    obstacles = []
+    obstacles: list[str] = []
     for candidate in candidates:
         backend = _BACKENDS[candidate]
         obstacle = _obstacle(backend.capabilities, device, dtype, head_size, block_size)

@@ -1,12 +1,13 @@
 """What is a stage of a model, seen from outside?"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from worker.layers.weight_slot import WeightSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +18,6 @@ class BoundaryTensor:
     width: int
     """Elements per token."""
     dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSlot:
-    """Where one tensor of the checkpoint goes."""
-
-    shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
-    """Takes the tensor in any float dtype and copies it."""
-    aliases: tuple[str, ...] = ()
-    """Other names under which a checkpoint may hold it."""
 
 
 class StageModel(nn.Module, ABC):
@@ -68,3 +58,7 @@ class StageModel(nn.Module, ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Bring loaded weights into the form that computing wants; called once after loading."""
+
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""

@@ -21,7 +21,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """The file that holds it, for messages."""
+        """The file that holds it, for messages; the checkpoint's own path for a name that it does not hold."""
 
     @abstractmethod
     def load(self, name: str) -> Tensor:

@@ -1,0 +1,27 @@
+"""How are rows normalised?"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.rms_norm import rms_norm
+from worker.layers.weight_slot import WeightSlot
+
+
+class RMSNorm(nn.Module):
+    """Its weights stay float32 in every dtype: they are few, and rounding them would cost accuracy for nothing."""
+
+    def __init__(self, name: str, width: int, eps: float, *, device: torch.device) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight = torch.empty(width, dtype=torch.float32, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return {f"{self.name}.weight": WeightSlot(shape=tuple(self.weight.shape), load=self.weight.copy_)}
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes
