@@ -33,14 +33,15 @@ say "server: brigade serve ${BRIGADE_DEMO_MODEL##*/} --pp 2 --dtype float32"
 server=$!
 
 address=
-while IFS= read -r -t "$SECONDS_TO_START" line; do
+deadline=$((SECONDS + SECONDS_TO_START))
+while [ $SECONDS -lt $deadline ] && IFS= read -r -t $((deadline - SECONDS)) line; do
     printf '   %s\n' "$line"
     if [[ $line =~ ^brigade\ ready:.*\ listen=([^ ,]+) ]]; then
         address=${BASH_REMATCH[1]}
         break
     fi
 done < <(tail -n +1 -f --pid="$server" "$work/log")
-[ -n "$address" ] || fail "the server did not get ready within $SECONDS_TO_START s; its output is above"
+[ -n "$address" ] || fail "the server ended or was not ready within $SECONDS_TO_START s; its output is above"
 
 say "prompt: $PROMPT"
 "$PYTHON" -m scripts.cli generate --connect "$address" --temperature 0 --max-tokens "$MAX_TOKENS" "$PROMPT" \
