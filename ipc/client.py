@@ -1,11 +1,14 @@
 """A blocking client that speaks token ids: requests in, streams of RequestOutput out."""
 
+import itertools
 import logging
 import queue
 import socket as os_socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import zmq
@@ -51,18 +54,18 @@ class TokenClient:
         PeerLost: no core answered at ``address`` within ``timeout_s``.
     """
 
+    model: ModelInfo
+    """What the core serves, as it was told on attach."""
+
     def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
         self.address = address
         self._connection = _Connection(address, attach_frames(name))
-        self._finalizer = weakref.finalize(self, self._connection.stop, False)
+        self._finalizer = weakref.finalize(self, self._connection.stop)
         try:
             self.model = self._connection.wait_attached(timeout_s)
         except BaseException:
             self.close()
             raise
-
-    model: ModelInfo
-    """What the core serves, as it was told on attach."""
 
     def __enter__(self) -> "TokenClient":
         return self
@@ -88,9 +91,9 @@ class TokenClient:
         frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority)
         return TokenStream(self, request_id, self._connection.open_stream(request_id, frames))
 
-    def abort(self, request_id: str, reason: str = "abort") -> None:
+    def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output. Harmless for ids that are unknown or over."""
-        self._connection.post(abort_frames(check_request_id(request_id), reason))
+        self._connection.send(abort_frames(check_request_id(request_id)))
 
     def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name. Raises PeerLost or RequestError."""
@@ -103,10 +106,8 @@ class TokenClient:
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""
         self._finalizer.detach()
-        self._connection.stop(True)
-
-    def _forget(self, request_id: str) -> None:
-        self._connection.abandon_stream(request_id)
+        self._connection.stop()
+        self._connection.join()
 
 
 class TokenStream:
@@ -136,11 +137,11 @@ class TokenStream:
         self._is_over = output.finish_reason is not None
         return output
 
-    def close(self) -> None:
+    def close(self, reason: str = "abort") -> None:
         """Stop reading; the request ends at the core if it had not. Idempotent."""
         if not self._is_over:
             self._is_over = True
-            self._client._forget(self.request_id)
+            self._client._connection.abandon_stream(self.request_id, self._inbox, reason)
 
     def __enter__(self) -> "TokenStream":
         return self
@@ -153,29 +154,34 @@ class TokenStream:
 
 
 class _Connection:
-    """The IO thread, which alone touches the sockets, and the tables that it shares with callers under a lock."""
+    """The IO thread, which alone touches the ZeroMQ sockets and the tables; callers hand it functions to run.
+
+    There is no lock around the tables because a stream may be dropped, and so closed, by the garbage collector in the
+    middle of anything; a SimpleQueue may be put to even then.
+    """
 
     def __init__(self, address: str, hello: list[Frame]) -> None:
         self.address = address
         self._hello = hello
-        self._lock = threading.Lock()
-        self._streams: dict[str, _Inbox] = {}
-        self._abandoned: dict[str, int] = {}
-        self._questions: dict[int, _Inbox] = {}
-        self._next_question = 1
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._question_ids = itertools.count(1)
         self._attached: _Inbox = queue.SimpleQueue()
-        self._model: ModelInfo | None = None
-        self._lost: PeerLost | None = None
-        self._outbox: queue.SimpleQueue[list[Frame]] = queue.SimpleQueue()
-        self._waiting_to_send: list[Frame] | None = None
+        self._lost: str | None = None
         self._stopping = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = open_dealer(self._context)
+        self._wake_lock = threading.RLock()
         self._wake_in, self._wake_out = os_socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        # From here on the IO thread's own:
+        self._model: ModelInfo | None = None
+        self._streams: dict[str, _Inbox] = {}
+        self._abandoned: dict[str, int] = {}
+        self._questions: dict[int, _Inbox] = {}
+        self._unsent: deque[list[Frame]] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = open_dealer(self._context)
+        self._monitor = self._dealer.get_monitor_socket(MONITORED)
         try:
-            self._monitor = cast("zmq.Socket[bytes]", self._dealer.get_monitor_socket(MONITORED))
             connect(self._dealer, address)
         except BaseException:
             self._close_sockets(linger_s=0)
@@ -195,97 +201,93 @@ class _Connection:
         return cast(ModelInfo, item)
 
     def open_stream(self, request_id: str, frames: list[Frame]) -> _Inbox:
+        self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
-        with self._lock:
-            self._raise_if_lost()
-            if request_id in self._streams:
-                raise RequestError(f"request_id={request_id!r} names a request that is still open", field="request_id")
-            self._streams[request_id] = inbox
-            self._outbox.put(frames)
-        self._wake()
+        self._post(partial(self._open, request_id, inbox, frames))
+        if self._lost is not None:
+            inbox.put(Failure(PeerLost(self._lost)))
         return inbox
 
-    def abandon_stream(self, request_id: str) -> None:
-        """Abort, and drop what still comes for it: exactly one final message, before any of a later namesake."""
-        with self._lock:
-            if self._streams.pop(request_id, None) is None or self._lost is not None:
-                return
-            self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
-            self._outbox.put(abort_frames(request_id))
-        self._wake()
+    def abandon_stream(self, request_id: str, inbox: _Inbox, reason: str) -> None:
+        self._post(partial(self._abandon, request_id, inbox, reason))
 
-    def post(self, frames: list[Frame]) -> None:
-        with self._lock:
-            self._raise_if_lost()
-            self._outbox.put(frames)
-        self._wake()
+    def send(self, frames: list[Frame]) -> None:
+        self._raise_if_lost()
+        self._post(partial(self._unsent.append, frames))
 
     def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+        self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
-        with self._lock:
-            self._raise_if_lost()
-            control_id = self._next_question
-            self._next_question += 1
-            self._questions[control_id] = inbox
-            self._outbox.put(control_frames(control_id, op))
-        self._wake()
+        control_id = next(self._question_ids)
+        self._post(partial(self._ask, control_id, inbox, op))
+        if self._lost is not None:
+            raise PeerLost(self._lost)
         try:
             item = inbox.get(timeout=timeout_s)
         except queue.Empty:
-            raise PeerLost(f"the core at {self.address} did not answer {op} within {timeout_s:g} s") from None
-        finally:
-            with self._lock:
-                self._questions.pop(control_id, None)
+            self._post(lambda: cast(None, self._questions.pop(control_id, None)))
+            raise PeerLost(f"the core at {self.address} did not answer {op!r} within {timeout_s:g} s") from None
         if isinstance(item, Failure):
             raise item.error
         return values_of(cast(ControlReply, item))
 
-    def stop(self, wait: bool) -> None:
-        """Let the thread abort what is open and end."""
-        with self._lock:
-            self._stopping = True
+    def stop(self) -> None:
+        """Let the thread abort what is open, and end."""
+        self._stopping = True
         self._wake()
-        if wait and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_LINGER_S + 5)
+
+    def join(self) -> None:
+        self._thread.join(CLOSE_LINGER_S + 5)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
-            raise PeerLost(str(self._lost))
-        if self._stopping:
-            raise PeerLost("the client was closed")
+            raise PeerLost(self._lost)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Callers look at ``_lost`` once more afterwards: the thread may have run its last command meanwhile."""
+        self._commands.put(command)
+        self._wake()
 
     def _wake(self) -> None:
-        try:
-            self._wake_in.send(b"\0")
-        except BlockingIOError:
-            return  # enough wake-ups are waiting already
-        except OSError:
-            return  # the thread has ended and closed its end; what was posted is failed already
+        with self._wake_lock:
+            if self._wake_in.fileno() >= 0:
+                try:
+                    self._wake_in.send(b"\0")
+                except BlockingIOError:
+                    return  # enough wake-ups are waiting already
 
     # --------------------------------------------------------------------------------------------- the IO thread
 
     def _run(self) -> None:
+        reason = "the client's IO thread failed"
+        try:
+            reason = self._serve()
+        finally:
+            self._end(reason)
+
+    def _serve(self) -> str:
+        """Work until there is a reason to end; returns it."""
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
-        is_connected = True
-        try:
-            while is_connected and not self._stopping:
-                poller.register(self._dealer, zmq.POLLIN | (zmq.POLLOUT if self._waiting_to_send else 0))
-                poller.poll()
-                is_connected = self._read_monitor()
-                self._read_answers()
-                self._drain_wake()
-                self._send_posted()
-        finally:
-            self._end(is_connected)
+        while not self._stopping:
+            poller.register(self._dealer, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
+            poller.poll()
+            is_connected = self._read_monitor()
+            self._read_answers()
+            if not is_connected:
+                return f"the core at {self.address} is gone"
+            self._drain_wake()
+            self._run_commands()
+            self._send_unsent()
+        return "the client was closed"
 
     def _read_monitor(self) -> bool:
         """False once the core that we were attached to is gone. Until then each new connection is greeted."""
         while (event := receive_now(self._monitor)) is not None:
             kind = parse_monitor_message(event)["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._model is None:
-                try_send(self._dealer, self._hello)
+                self._unsent.append(self._hello)
             elif kind == zmq.EVENT_DISCONNECTED and self._model is not None:
                 return False
         return True
@@ -304,69 +306,87 @@ class _Connection:
             elif self._model is None or answer.core_id != self._model.core_id:
                 log.warning("dropped a message from a core that this client is not attached to")
             elif isinstance(answer, ControlReply):
-                with self._lock:
-                    inbox = self._questions.pop(answer.control_id, None)
-                if inbox is not None:
-                    inbox.put(answer)
+                if (asker := self._questions.pop(answer.control_id, None)) is not None:
+                    asker.put(answer)
             else:
                 self._deliver(answer)
 
     def _deliver(self, answer: RequestOutput | RequestFailed) -> None:
         request_id = answer.request_id
-        with self._lock:
-            if request_id in self._abandoned:
-                if is_final(answer):
-                    self._abandoned[request_id] -= 1
-                    if not self._abandoned[request_id]:
-                        del self._abandoned[request_id]
-                return
-            inbox = self._streams.get(request_id)
-            if inbox is not None and is_final(answer):
-                del self._streams[request_id]
+        if request_id in self._abandoned:
+            if is_final(answer):
+                self._abandoned[request_id] -= 1
+                if not self._abandoned[request_id]:
+                    del self._abandoned[request_id]
+            return
+        inbox = self._streams.get(request_id)
         if inbox is None:
             if isinstance(answer, RequestFailed):
                 log.warning("the core refused a message: %s", answer.reason)
             return
+        if is_final(answer):
+            del self._streams[request_id]
         inbox.put(Failure(error_of(answer)) if isinstance(answer, RequestFailed) else answer)
 
     def _drain_wake(self) -> None:
         try:
-            while self._wake_out.recv(4096):
-                continue
+            self._wake_out.recv(1 << 16)
         except BlockingIOError:
             return
 
-    def _send_posted(self) -> None:
-        """Send until the outbox is empty or the socket is full; then the rest waits for room, in order."""
+    def _run_commands(self) -> None:
         while True:
-            if self._waiting_to_send is None:
-                try:
-                    self._waiting_to_send = self._outbox.get_nowait()
-                except queue.Empty:
-                    return
-            if not try_send(self._dealer, self._waiting_to_send):
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
                 return
-            self._waiting_to_send = None
+            command()
 
-    def _end(self, is_connected: bool) -> None:
-        gone = f"the core at {self.address} is gone" if not is_connected else "the client was closed"
-        with self._lock:
-            self._lost = PeerLost(gone)
-            open_ids = list(self._streams)
-            inboxes = [*self._streams.values(), *self._questions.values(), self._attached]
-            self._streams.clear()
-            self._questions.clear()
-        for inbox in inboxes:
-            inbox.put(Failure(PeerLost(gone)))
-        if is_connected and self._model is not None:
-            self._send_posted()
-            for request_id in open_ids:
-                try_send(self._dealer, abort_frames(request_id))
-        self._close_sockets(linger_s=CLOSE_LINGER_S if is_connected and self._model is not None else 0)
+    def _open(self, request_id: str, inbox: _Inbox, frames: list[Frame]) -> None:
+        if self._lost is not None:
+            inbox.put(Failure(PeerLost(self._lost)))
+        elif request_id in self._streams:
+            rule = f"request_id={request_id!r} names a request of this client that is still open"
+            inbox.put(Failure(RequestError(rule, field="request_id")))
+        else:
+            self._streams[request_id] = inbox
+            self._unsent.append(frames)
+
+    def _abandon(self, request_id: str, inbox: _Inbox, reason: str) -> None:
+        """Abort, and drop what still comes for it: exactly one final message, before any of a later namesake."""
+        if self._lost is None and self._streams.get(request_id) is inbox:
+            del self._streams[request_id]
+            self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
+            self._unsent.append(abort_frames(request_id, reason))
+
+    def _ask(self, control_id: int, inbox: _Inbox, op: str) -> None:
+        if self._lost is not None:
+            inbox.put(Failure(PeerLost(self._lost)))
+            return
+        self._questions[control_id] = inbox
+        self._unsent.append(control_frames(control_id, op))
+
+    def _send_unsent(self) -> None:
+        while self._unsent and try_send(self._dealer, self._unsent[0]):
+            self._unsent.popleft()
+
+    def _end(self, reason: str) -> None:
+        can_send = self._stopping and self._model is not None
+        if can_send:
+            self._run_commands()
+            self._unsent.extend(abort_frames(request_id) for request_id in self._streams)
+            self._send_unsent()
+        self._lost = reason
+        for inbox in (*self._streams.values(), *self._questions.values(), self._attached):
+            inbox.put(Failure(PeerLost(reason)))
+        self._run_commands()
+        self._close_sockets(linger_s=CLOSE_LINGER_S if can_send else 0)
 
     def _close_sockets(self, linger_s: float) -> None:
+        with self._wake_lock:
+            self._wake_in.close()
+            self._wake_out.close()
         self._dealer.disable_monitor()
+        self._monitor.close()
         self._dealer.close(linger=int(linger_s * 1000))
-        self._wake_in.close()
-        self._wake_out.close()
         self._context.term()

@@ -1,0 +1,310 @@
+"""An asyncio client that speaks token ids; the same calls as ``client.py``, awaited."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from ipc.codec import Frame
+from ipc.conversation import (
+    ATTACH_TIMEOUT_S,
+    CLOSE_LINGER_S,
+    CONTROL_TIMEOUT_S,
+    MONITORED,
+    Failure,
+    Scalar,
+    abort_frames,
+    add_request_frames,
+    attach_frames,
+    check_request_id,
+    connect,
+    control_frames,
+    error_of,
+    is_final,
+    open_dealer,
+    read_answer,
+    values_of,
+)
+from ipc.errors import PeerLost, ProtocolError, RequestError
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput
+from ipc.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_Inbox = asyncio.Queue[RequestOutput | Failure]
+
+
+class AsyncTokenClient:
+    """One attachment to a core, used from one event loop: ``async with AsyncTokenClient(address) as client``.
+
+    When the core is lost every open stream and question raises PeerLost at once, and so does every later call: attach
+    again.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._name = name
+        self._connection: _AsyncConnection | None = None
+
+    async def attach(self) -> ModelInfo:
+        """Connect and learn what is served. Raises PeerLost when no core answered in time."""
+        if self._connection is None:
+            self._connection = _AsyncConnection(self.address, attach_frames(self._name))
+            try:
+                return await self._connection.wait_attached(self._timeout_s)
+            except BaseException:
+                await self.aclose()
+                raise
+        return self.model
+
+    async def __aenter__(self) -> "AsyncTokenClient":
+        await self.attach()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the core serves, as it was told on attach."""
+        return self._attached().attached.result()
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> "AsyncTokenStream":
+        """Submit a request now; ``async for`` over the result gives its outputs.
+
+        Raises:
+            RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
+            PeerLost: the core is gone.
+        """
+        request_id = check_request_id(request_id)
+        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority)
+        connection = self._attached()
+        return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output. Harmless for ids that are unknown or over."""
+        self._attached().send(abort_frames(check_request_id(request_id)))
+
+    async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
+        """Counters of the engine, by name. Raises PeerLost or RequestError."""
+        return await self._attached().ask("stats", timeout_s)
+
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
+        """Can tokens flow? Raises PeerLost or RequestError when they can't."""
+        return await self._attached().ask("health", timeout_s)
+
+    async def aclose(self) -> None:
+        """End all open requests and leave. Idempotent."""
+        if self._connection is not None:
+            await self._connection.aclose()
+
+    def _attached(self) -> "_AsyncConnection":
+        if self._connection is None:
+            raise PeerLost("the client is not attached; use it in `async with`, or await attach() first")
+        if self._connection.lost is not None:
+            raise PeerLost(self._connection.lost)
+        return self._connection
+
+
+class AsyncTokenStream:
+    """Outputs of one request, in order; ends behind the one that has a finish reason.
+
+    Closing it early (also by dropping it) aborts the request at the core.
+    """
+
+    def __init__(self, connection: "_AsyncConnection", request_id: str, inbox: _Inbox) -> None:
+        self.request_id = request_id
+        self._connection = connection
+        self._inbox = inbox
+        self._is_over = False
+
+    def __aiter__(self) -> "AsyncTokenStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises RequestError when the core ends the request with an error, PeerLost when the core is gone."""
+        if self._is_over:
+            raise StopAsyncIteration
+        item = await self._inbox.get()
+        if isinstance(item, Failure):
+            self._is_over = True
+            raise item.error
+        self._is_over = item.finish_reason is not None
+        return item
+
+    def close(self, reason: str = "abort") -> None:
+        """Stop reading; the request ends at the core if it had not. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._connection.abandon_stream(self.request_id, self._inbox, reason)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._is_over and not self._connection.loop.is_closed():
+            abandon = self._connection.abandon_stream
+            self._connection.loop.call_soon_threadsafe(abandon, self.request_id, self._inbox, "abort")
+
+
+class _AsyncConnection:
+    """The sockets, the two tasks that read them, and the tables of what is open; all on one event loop."""
+
+    def __init__(self, address: str, hello: list[Frame]) -> None:
+        self.address = address
+        self.loop = asyncio.get_running_loop()
+        self.attached: asyncio.Future[ModelInfo] = self.loop.create_future()
+        self.lost: str | None = None
+        self._hello = hello
+        self._streams: dict[str, _Inbox] = {}
+        self._abandoned: dict[str, int] = {}
+        self._questions: dict[int, asyncio.Future[ControlReply]] = {}
+        self._question_ids = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._dealer = cast(zmq.asyncio.Socket, open_dealer(cast("zmq.Context[zmq.Socket[bytes]]", self._context)))
+        self._monitor = self._dealer.get_monitor_socket(MONITORED)
+        self._tasks: list[asyncio.Task[None]] = []
+        try:
+            connect(cast("zmq.Socket[bytes]", self._dealer), address)
+        except BaseException:
+            self._close_sockets(linger_s=0)
+            raise
+        self._tasks = [self.loop.create_task(self._watch_connection()), self.loop.create_task(self._read_answers())]
+
+    async def wait_attached(self, timeout_s: float) -> ModelInfo:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self.attached)
+        except TimeoutError:
+            raise PeerLost(f"no core answered at {self.address} within {timeout_s:g} s") from None
+
+    def open_stream(self, request_id: str, frames: list[Frame]) -> _Inbox:
+        if request_id in self._streams:
+            rule = f"request_id={request_id!r} names a request of this client that is still open"
+            raise RequestError(rule, field="request_id")
+        inbox = self._streams[request_id] = asyncio.Queue()
+        self.send(frames)
+        return inbox
+
+    def abandon_stream(self, request_id: str, inbox: _Inbox, reason: str) -> None:
+        """Abort, and drop what still comes for it: exactly one final message, before any of a later namesake."""
+        if self.lost is None and self._streams.get(request_id) is inbox:
+            del self._streams[request_id]
+            self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
+            self.send(abort_frames(request_id, reason))
+
+    async def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+        control_id = next(self._question_ids)
+        answer = self._questions[control_id] = self.loop.create_future()
+        self.send(control_frames(control_id, op))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return values_of(await answer)
+        except TimeoutError:
+            raise PeerLost(f"the core at {self.address} did not answer {op!r} within {timeout_s:g} s") from None
+        finally:
+            self._questions.pop(control_id, None)
+
+    def send(self, frames: list[Frame]) -> None:
+        """Sent at once if the socket has room, else as soon as it has, in order."""
+        sent = cast("asyncio.Future[object]", self._dealer.send_multipart(frames))
+        sent.add_done_callback(_note_failed_send)
+
+    async def aclose(self) -> None:
+        can_send = self.lost is None and self.attached.done()
+        if can_send:
+            for request_id in self._streams:
+                self.send(abort_frames(request_id))
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end("the client was closed", CLOSE_LINGER_S if can_send else 0)
+
+    async def _watch_connection(self) -> None:
+        """Greet each new connection until a core answers; from then on, end everything when it is gone."""
+        while True:
+            kind = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.attached.done():
+                self.send(self._hello)
+            elif kind == zmq.EVENT_DISCONNECTED and self.attached.done():
+                break
+        while await self._dealer.poll(0):
+            self._read(await self._dealer.recv_multipart())
+        self._tasks[1].cancel()
+        self._end(f"the core at {self.address} is gone", 0)
+
+    async def _read_answers(self) -> None:
+        while True:
+            self._read(await self._dealer.recv_multipart())
+
+    def _read(self, frames: list[bytes]) -> None:
+        try:
+            answer = read_answer(frames)
+        except ProtocolError as error:
+            log.warning("dropped a message from the core at %s: %s", self.address, error)
+            return
+        if isinstance(answer, ModelInfo):
+            if not self.attached.done():
+                self.attached.set_result(answer)
+        elif not self.attached.done() or answer.core_id != self.attached.result().core_id:
+            log.warning("dropped a message from a core that this client is not attached to")
+        elif isinstance(answer, ControlReply):
+            question = self._questions.get(answer.control_id)
+            if question is not None and not question.done():
+                question.set_result(answer)
+        else:
+            self._deliver(answer)
+
+    def _deliver(self, answer: RequestOutput | RequestFailed) -> None:
+        request_id = answer.request_id
+        if request_id in self._abandoned:
+            if is_final(answer):
+                self._abandoned[request_id] -= 1
+                if not self._abandoned[request_id]:
+                    del self._abandoned[request_id]
+            return
+        inbox = self._streams.get(request_id)
+        if inbox is None:
+            if isinstance(answer, RequestFailed):
+                log.warning("the core refused a message: %s", answer.reason)
+            return
+        if is_final(answer):
+            del self._streams[request_id]
+        inbox.put_nowait(Failure(error_of(answer)) if isinstance(answer, RequestFailed) else answer)
+
+    def _end(self, reason: str, linger_s: float) -> None:
+        if self.lost is not None:
+            return
+        self.lost = reason
+        for inbox in self._streams.values():
+            inbox.put_nowait(Failure(PeerLost(reason)))
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(PeerLost(reason))
+        self._streams.clear()
+        self._close_sockets(linger_s)
+
+    def _close_sockets(self, linger_s: float) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close()
+        self._dealer.close(linger=int(linger_s * 1000))
+        self._context.term()
+
+
+def _note_failed_send(sent: "asyncio.Future[object]") -> None:
+    if not sent.cancelled() and (error := sent.exception()) is not None:
+        log.warning("a message to the core was not sent: %s", error)
