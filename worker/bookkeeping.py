@@ -33,6 +33,7 @@ class _Columns:
 
     def add(self, row: int, start: int, num_top: int, gathered: Gathered) -> None:
         token_ids, logprobs, ranks = gathered
+        num_top = min(num_top, token_ids.shape[1] - 1)  # a tiny vocabulary has no more
         self.rows.append(row)
         self.starts.append(start)
         self.num_positions.append(len(ranks))

@@ -147,11 +147,9 @@ class ModelRunner:
         logprobs = None
         if sampling is not None and logits is not None:
             rows = sampling.rows.tolist()
-            is_broken = nan_rows(logits)
-            if bool(is_broken.any()):
-                broken += [row for row in sampling.rows[is_broken.cpu().numpy()].tolist() if row not in broken]
-                # A broken row still yields a token that exists, so that what follows in flight has the right shape.
-                logits = logits.masked_fill(is_broken[:, None], 0.0)
+            # A broken row gets some token all the same, so that steps in flight behind this one have their input.
+            is_broken = nan_rows(logits).cpu().numpy()
+            broken += [row for row in sampling.rows[is_broken].tolist() if row not in broken]
             sampled = sample(logits, sampling.params)
             token_ids = sampled.tolist()
             logprobs = sampled_logprobs(logits, sampled, sampling)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 from ipc.errors import ConfigError, PeerLost
 from ipc.messages import EpochStart, KVCacheConfig
 from worker.attention import AttentionBackend, select_backend
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
-from worker.links.gloo import connect_group
+from worker.links.gloo import Group, connect_group
 from worker.models import StageModel, build_stage, load_weights
 from worker.partition import split_layers
 from worker.progress import Progress
@@ -49,15 +49,15 @@ class LoadedStage:
         return len(self.layers) * math.prod(self.cache_shape_of_block) * self.dtype.itemsize
 
 
-def connect_epoch(settings: WorkerSettings, start: EpochStart) -> dist.ProcessGroupGloo:
+def connect_epoch(settings: WorkerSettings, start: EpochStart) -> Group:
     """Connect all ranks, on a store that no other epoch uses. Raises PeerLost."""
     try:
         if settings.agent_store is None:
-            store: dist.Store = dist.FileStore(start.store, settings.world_size)
+            store: FileStore | PrefixStore = FileStore(start.store, settings.world_size)
         else:
             host, port = settings.agent_store
             timeout = timedelta(seconds=settings.link_timeout_s)
-            store = dist.PrefixStore(start.store, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+            store = PrefixStore(start.store, TCPStore(host, port, is_master=False, timeout=timeout))
     except RuntimeError as error:
         raise PeerLost(f"rank {settings.rank}: the store of epoch {start.epoch} can't be reached: {error}") from None
     return connect_group(

@@ -55,6 +55,7 @@ class TokenInbox:
             self._take(frames, accept, peer)
 
     def close(self) -> None:
+        """Close the socket and delete its file."""
         self._socket.close(0)
         self.remove_file()
 

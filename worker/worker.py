@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 1.0
 """What a neighbour gets to take the last activations when all ranks shut down."""
 
+LINGER_MS = 1000
+"""What the last messages get to leave."""
+
 Expected = TypeVar("Expected", EpochStart, KVCacheConfig, SchedulerOutput)
 
 
@@ -77,7 +80,9 @@ def run_worker(settings: WorkerSettings) -> int:
     finally:
         control.stop()
         if token_inbox is not None:
-            token_inbox.close()
+            token_inbox.remove_file()
+        if not control.is_alive():
+            context.destroy(linger=LINGER_MS)
 
 
 def _run(worker: "Worker", control: ControlThread) -> int:

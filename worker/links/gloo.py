@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol, cast
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined,unused-ignore]
 
 from ipc.errors import PeerLost
 from worker.links.link import Boundary, HopBuffer, check_trailer
@@ -24,18 +25,26 @@ NUM_RECEIVE_BUFFERS = 3
 _TAG = 0
 
 
+class Group(Protocol):
+    """What this file needs of a process group: transfers that are started here and waited for later."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+
 def connect_group(
-    store: dist.Store, *, rank: int, world_size: int, host: str | None, timeout_s: float
-) -> dist.ProcessGroupGloo:
+    store: Store, *, rank: int, world_size: int, host: str | None, timeout_s: float
+) -> Group:
     """Connect every pair of ranks, listening on ``host`` alone (loopback if None). Raises PeerLost.
 
     The group is not torch.distributed's default one: that would listen on whatever the machine's name resolves to.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined,unused-ignore]
     options._timeout = timedelta(seconds=timeout_s)
     try:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host or "127.0.0.1")]
-        return dist.ProcessGroupGloo(store, rank, world_size, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=host or "127.0.0.1")]
+        return cast(Group, ProcessGroupGloo(store, rank, world_size, options))
     except RuntimeError as error:
         raise PeerLost(f"rank {rank}: could not connect to the other {world_size - 1} ranks: {_reason(error)}") from None
 
@@ -45,7 +54,7 @@ class GlooSender:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         boundary: Boundary,
         *,
         rank: int,
@@ -61,7 +70,7 @@ class GlooSender:
         self._epoch = epoch
         self._timeout_s = timeout_s
         self._free = [HopBuffer(boundary, max_tokens, pinned=pinned) for _ in range(NUM_SEND_BUFFERS)]
-        self._in_flight: deque[tuple[int, HopBuffer, dist.Work]] = deque()
+        self._in_flight: deque[tuple[int, HopBuffer, Work]] = deque()
 
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
         if not self._free:
@@ -101,7 +110,7 @@ class GlooReceiver:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         boundary: Boundary,
         *,
         rank: int,
@@ -117,7 +126,7 @@ class GlooReceiver:
         self._epoch = epoch
         self._timeout_s = timeout_s
         self._free = [HopBuffer(boundary, max_tokens, pinned=pinned) for _ in range(NUM_RECEIVE_BUFFERS)]
-        self._posted: deque[tuple[int, int, HopBuffer, dist.Work]] = deque()
+        self._posted: deque[tuple[int, int, HopBuffer, Work]] = deque()
         self._in_use: HopBuffer | None = None
 
     @property
