@@ -142,6 +142,7 @@ class EngineCore:
         router.bind(self.worker_address)
         if self._config.advertise_host is not None:
             host = self._config.advertise_host
+            router.setsockopt(zmq.IPV6, ":" in host)
             router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:0")
             self.worker_address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return router

@@ -120,6 +120,7 @@ class Gateway:
         if address.startswith("ipc://") and _is_served(address.removeprefix("ipc://")):
             raise ConfigError("--listen", f"{address} {_IN_USE}")
         router = open_socket(self._context, zmq.ROUTER, high_water_mark=HIGH_WATER_MARK)
+        router.setsockopt(zmq.IPV6, address.startswith("tcp://["))
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         try:

@@ -32,9 +32,11 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.IPV6, 1)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if kind in (zmq.DEALER, zmq.PUSH):
+        # These connect. A listener decides by its address: bound with this option, IPv4 ones would show up as mapped ones.
+        socket.setsockopt(zmq.IPV6, 1)
     if kind == zmq.DEALER:
         socket.setsockopt(zmq.ROUTING_ID, b"b" + os.urandom(12))
     return socket
