@@ -1,0 +1,158 @@
+"""The asyncio client: the same calls as in ``client.py``, awaited."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from engine.outputs import Answer, Output
+from engine.prompts import Prepared, TextSide
+from engine.text.tokenizer import Tokenizer
+from ipc.aclient import AsyncTokenClient, AsyncTokenStream
+from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id
+from ipc.endpoints import DEFAULT_LISTEN
+from ipc.errors import PeerLost
+from ipc.messages import ModelInfo
+from ipc.params import SamplingParams
+
+
+class AsyncClient:
+    """One attachment to a running engine, used from one event loop::
+
+        async with AsyncClient() as client:
+            async for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
+                print(output.delta, end="")
+    """
+
+    def __init__(self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S) -> None:
+        self._tokens = AsyncTokenClient(addr, timeout_s=timeout_s)
+        self._attached_text: TextSide | None = None
+
+    async def attach(self) -> "AsyncClient":
+        """What ``async with`` does on entry.
+
+        Raises:
+            PeerLost: no engine answered at ``addr`` within ``timeout_s``.
+            ConfigError: its tokenizer is not one that this version can read.
+        """
+        model = await self._tokens.attach()
+        try:
+            self._attached_text = TextSide(model)
+        except BaseException:
+            await self._tokens.aclose()
+            raise
+        return self
+
+    async def __aenter__(self) -> "AsyncClient":
+        return await self.attach()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the engine serves: name, limits, and the model's text files."""
+        return self._tokens.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError when it has none."""
+        return self._text().tokenizer
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> "AsyncGeneration":
+        """Send a request now and iterate over its outputs with ``async for``; the last one has a finish reason.
+
+        Raises:
+            RequestError: the prompt can't be used. The engine's own refusals come while iterating.
+            PeerLost: the engine is gone.
+        """
+        return self._send(self._text().prepare(prompt, params), request_id, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **template_variables: Any,
+    ) -> "AsyncGeneration":
+        """The same for messages, each a map with role and content, through the model's chat template.
+
+        ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
+        """
+        return self._send(self._text().prepare_chat(messages, params, template_variables), request_id, priority)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids that ``generate`` would send for this prompt."""
+        return self._text().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these tokens."""
+        return self._text().tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, which then gets a last output. Harmless for ids that are unknown or over."""
+        await self._tokens.abort(request_id)
+
+    async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
+        """Counters of the engine, by name."""
+        return await self._tokens.stats(timeout_s)
+
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
+        """Can tokens flow? Raises RequestError or PeerLost when they can't."""
+        return await self._tokens.health(timeout_s)
+
+    async def aclose(self) -> None:
+        """End all open requests and leave. Idempotent."""
+        await self._tokens.aclose()
+
+    def _text(self) -> TextSide:
+        if self._attached_text is None:
+            raise PeerLost("the client is not attached; use it in `async with`, or await attach() first")
+        return self._attached_text
+
+    def _send(self, prepared: Prepared, request_id: str | None, priority: int) -> "AsyncGeneration":
+        answer = self._text().answer(check_request_id(request_id), prepared)
+        stream = self._tokens.generate(prepared.token_ids, prepared.params, answer.request_id, priority=priority)
+        return AsyncGeneration(stream, answer)
+
+
+class AsyncGeneration:
+    """The outputs of one request, in order. Leaving early, by ``aclose`` or by dropping it, aborts the request."""
+
+    def __init__(self, stream: AsyncTokenStream, answer: Answer) -> None:
+        self.request_id = stream.request_id
+        self._stream = stream
+        self._answer = answer
+
+    def __aiter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __anext__(self) -> Output:
+        """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
+        message = await anext(self._stream)
+        output = self._answer.take(message)
+        if output.finish_reason is not None and message.finish_reason is None:
+            self._stream.close("stop")
+        return output
+
+    async def aclose(self) -> None:
+        """Stop reading; the request ends at the engine if it had not. Idempotent."""
+        self._stream.close()
+
+    async def __aenter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()

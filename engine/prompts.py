@@ -1,0 +1,112 @@
+"""A text client's way in: prompts and messages to token ids, checked against the model's limits."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.outputs import Answer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from ipc.errors import RequestError
+from ipc.messages import ModelInfo
+from ipc.params import MAX_TOKEN_ID, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that is ready to be sent."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class TextSide:
+    """What a client makes of a ModelInfo: the tokenizer and the chat template, with the rules for prompts.
+
+    Raises:
+        ConfigError: the tokenizer that the core sent can't be read.
+    """
+
+    def __init__(self, model: ModelInfo) -> None:
+        self.model = model
+        self._tokenizer = Tokenizer(model.tokenizer, model.tokenizer_config) if model.tokenizer else None
+        special = self._tokenizer.special_tokens if self._tokenizer is not None else {}
+        self._template = ChatTemplate(model.chat_template, special)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError when the model came without one."""
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer; send token ids as the prompt", field="prompt")
+        return self._tokenizer
+
+    def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Prepared:
+        """A prompt as ``tokenizer(text)`` of transformers encodes it (BOS where the model wants it), or ids as given.
+
+        Raises:
+            RequestError: naming field, value and rule.
+        """
+        if isinstance(prompt, str):
+            return self._checked(self.tokenizer.encode(prompt), params, "prompt")
+        return self._checked(_id_list(prompt), params, "prompt")
+
+    def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, variables: Mapping[str, Any]
+    ) -> Prepared:
+        """Messages as ``apply_chat_template(tokenize=True)`` of transformers encodes them: no BOS but the template's."""
+        tokenizer = self.tokenizer
+        text = self._template.render(messages, **variables)
+        return self._checked(tokenizer.encode(text, add_special_tokens=False), params, "messages")
+
+    def answer(self, request_id: str, prepared: Prepared) -> Answer:
+        params, tokenizer = prepared.params, self._tokenizer
+        if tokenizer is None:
+            return Answer(request_id, params, len(prepared.token_ids), None, lambda token_id: b"")
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        return Answer(request_id, params, len(prepared.token_ids), detokenizer, tokenizer.token_bytes)
+
+    def _checked(self, token_ids: list[int], params: SamplingParams | None, field: str) -> Prepared:
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", field="params")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", field="stop")
+        if not token_ids:
+            raise RequestError(
+                f"{field} has 0 tokens; at least one is needed, and this model adds none of its own", field=field
+            )
+        limit = self.model.max_model_len
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"{field} has {len(token_ids)} tokens; the context limit is {limit} with at least one token for the "
+                "answer",
+                field=field,
+            )
+        return Prepared(token_ids=token_ids, params=params)
+
+
+def _id_list(prompt: Any) -> list[int]:
+    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+        raise RequestError(f"prompt must be a text or a list of token ids, got {type(prompt).__name__}", field="prompt")
+    found = []
+    for item in prompt:
+        token_id = item if type(item) is int else _index(item)
+        if token_id is None or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise RequestError(f"prompt holds {item!r:.80}; a token id is an integer from 0 to {MAX_TOKEN_ID}", field="prompt")
+        found.append(token_id)
+    return found
+
+
+def _index(item: Any) -> int | None:
+    """Integers of other libraries, such as numpy's, count; booleans and floats do not."""
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        return None
+    return int(item.__index__())
+
+
+def generation_config(model: ModelInfo) -> dict[str, Any]:
+    """The model's own generation defaults, which nothing applies by itself."""
+    found: dict[str, Any] = json.loads(model.generation_config)
+    return found

@@ -1,0 +1,1 @@
+"""Text to token ids and back; nothing here knows of sockets or of the engine's state."""
