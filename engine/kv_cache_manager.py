@@ -24,10 +24,6 @@ class KVCacheManager:
         """Blocks that a sequence of this length holds, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def num_missing(self, request: Request, num_tokens: int) -> int:
-        """How many of them the request does not have yet."""
-        return max(0, self.num_blocks_for(num_tokens) - sum(map(len, request.block_ids)))
-
     def open_tables(self, request: Request) -> None:
         """Begin a life: empty tables, one per group."""
         request.block_ids = tuple([] for _ in range(self.num_groups))

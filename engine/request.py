@@ -73,6 +73,8 @@ class Request:
     """Step that samples the newest token; 0 when workers are told that token with the request."""
     num_prompt_logprobs_told: int = 1
     """Prompt positions whose log probabilities the client has; the first position has none. Survives preemption."""
+    has_started: bool = False
+    """Ran at least once, in this epoch or an earlier one."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 

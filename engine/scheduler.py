@@ -153,8 +153,8 @@ class Scheduler:
             return None
         plan = BatchPlan(self.config.max_num_batched_tokens)
         self._plan_decodes(plan)
-        self._plan_chunks(plan)
-        self._admit(plan)
+        if self._plan_chunks(plan):
+            self._admit(plan)
         if not len(plan):
             return None
         identity = StepIdentity(core_id=self.core_id, epoch=self.epoch, step_id=self._in_flight.last_sent_id + 1)
@@ -186,24 +186,26 @@ class Scheduler:
         steps_open = self.depth - len(self._in_flight)
         return min(-(-num_decodes // self.num_cohorts), -(-len(self._ready) // steps_open))
 
-    def _plan_chunks(self, plan: BatchPlan) -> None:
+    def _plan_chunks(self, plan: BatchPlan) -> bool:
+        """False when one of them lacks blocks: then nobody newer shall take any."""
+        all_have_blocks = True
         # A copy: making room may preempt requests of this very list. It is short, since a prompt is only admitted
         # when the budget has outlasted all others.
         for request in list(self._prefilling.values()):
             if not plan.tokens_left:
-                return
+                break
             if request.status is not RequestStatus.RUNNING:
                 continue
             num_tokens = min(request.num_tokens - request.num_scheduled_tokens, plan.tokens_left)
             gained = self._allocate(request, num_tokens, plan)
-            if gained is not None:
+            if gained is None:
+                all_have_blocks = False
+            else:
                 plan.add(request, num_tokens, gained)
+        return all_have_blocks
 
     def _admit(self, plan: BatchPlan) -> None:
         """First come, first served: the first request that cannot run yet holds up those behind it."""
-        if not self._waiting:
-            return
-        promised = sum(self._kv.num_missing(request, request.num_tokens + 1) for request in self._prefilling.values())
         while self._waiting and plan.tokens_left and self._rows.num_free and len(self._running) < self.config.max_num_seqs:
             request = next(iter(self._waiting.values()))
             if request.num_steps_in_flight:
@@ -211,11 +213,10 @@ class Scheduler:
                 return
             num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
             # One block for each running request: what is admitted now shall not be preempted at the next block's edge.
-            if num_blocks + promised + len(self._running) > self._kv.pool.num_free:
+            if num_blocks + len(self._running) > self._kv.pool.num_free:
                 return
             num_tokens = min(request.num_tokens, plan.tokens_left)
             self._start(request, num_tokens, plan)
-            promised += self._kv.num_missing(request, request.num_tokens + 1)
 
     def _start(self, request: Request, num_tokens: int, plan: BatchPlan) -> None:
         del self._waiting[request.internal_id]
@@ -226,7 +227,8 @@ class Scheduler:
         self._kv.open_tables(request)
         gained = self._kv.allocate(request, num_tokens)
         assert gained is not None, "admission counted these blocks as free"
-        if not request.num_preemptions:
+        if not request.has_started:
+            request.has_started = True
             self._num_prompt_tokens += request.num_prompt_tokens
         plan.add_new(request, num_tokens, named_by_step)
 
@@ -263,6 +265,7 @@ class Scheduler:
         tokens = _tokens_by_row(output)
         logprobs = rows_of(output.logprobs, "ModelRunnerOutput.logprobs")
         prompt_logprobs = rows_of(output.prompt_logprobs, "ModelRunnerOutput.prompt_logprobs")
+        nan_rows = frozenset(output.nan_rows)
         step = self._in_flight.take_back(output.step_id)
         self._rows.step_returned(step.step_id)
         progress: list[RequestProgress] = []
@@ -274,7 +277,7 @@ class Scheduler:
                 continue
             item = RequestProgress(request=request, new_token_ids=[])
             try:
-                if row in output.nan_rows:
+                if row in nan_rows:
                     raise RequestError("the model produced NaN", code="internal")
                 if request.row == row:
                     request.num_computed_tokens += num_tokens

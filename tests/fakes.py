@@ -51,7 +51,7 @@ def chain_of(token_ids: Sequence[int]) -> int:
 
 def pseudo_token(value: int, seed: int | None, vocab_size: int = VOCAB_SIZE) -> int:
     """The token that follows a sequence whose last slot holds ``value``."""
-    return hash((value, seed, 7)) % vocab_size
+    return hash((value, -2 if seed is None else seed, 7)) % vocab_size
 
 
 def pseudo_logprobs(value: int, token_id: int, num_top: int) -> tuple[list[int], list[float], int]:

@@ -68,6 +68,8 @@ class Harness:
         """Schedule and send one step, if there is one."""
         plan = self.scheduler.schedule()
         self.scheduler.check_books()
+        order = [request.internal_id for request in self.scheduler.unfinished()]
+        assert order == sorted(order), "first come, first served: running is older than waiting"
         if plan is not None:
             self.plans.append(plan)
             self.worker.send(codec.decode(codec.encode(plan), [SchedulerOutput]))

@@ -54,7 +54,6 @@ def test_needs_are_counted_over_all_groups() -> None:
     request = opened(manager)
     assert manager.num_blocks_for(9) == 6
     assert manager.allocate(request, 5) == ([0, 1], [2, 3])
-    assert manager.num_missing(request, 9) == 2
     assert manager.allocate(request, 13) is None
     assert manager.allocate(request, 9) == ([4], [5])
     manager.check_books([request])

@@ -150,8 +150,38 @@ def test_the_newest_request_waits_in_place_rather_than_give_up_its_blocks() -> N
     old = harness.add(6, max_tokens=6, ignore_eos=True)
     new = harness.add(1, max_tokens=11, ignore_eos=True)
     harness.drain()
-    assert old.num_preemptions == 0
+    assert old.num_preemptions == new.num_preemptions == 0
+    waited = [plan for plan in harness.plans if plan.rows == [0]]
+    assert len(waited) >= 2, "the pool was empty for a while"
     assert len(new.output_token_ids) == 11
+
+
+def test_nobody_is_admitted_while_an_older_prompt_lacks_blocks() -> None:
+    harness = Harness(num_stages=1, max_num_batched_tokens=16, max_model_len=60, block_size=1, num_blocks=61)
+    for _ in range(4):
+        harness.add(4, max_tokens=20, ignore_eos=True)
+    harness.send()
+    harness.receive()
+    long = harness.add(36, max_tokens=1)
+    while long.num_scheduled_tokens < 24:
+        harness.send()
+        harness.receive()
+    tiny = harness.add(1, max_tokens=1)
+    harness.send()
+    assert long.num_scheduled_tokens == 24, "the decodes grew faster than admission foresaw"
+    assert harness.scheduler.stats().free_blocks == 9, "enough for the tiny one, too few for the long one's chunk"
+    assert tiny.status is RequestStatus.WAITING
+    harness.receive()
+    harness.drain()
+
+
+def test_preempted_requests_come_back_before_newer_ones() -> None:
+    harness = Harness(num_stages=2, max_num_seqs=4, max_model_len=40, block_size=2, num_blocks=30)
+    requests = [harness.add(8, max_tokens=30, ignore_eos=True) for _ in range(6)]
+    harness.drain()
+    assert sum(r.num_preemptions for r in requests) > 0
+    ends = [max(p.step_id for p in harness.plans for n in p.new_requests if n.request_id == r.request_id) for r in requests]
+    assert ends == sorted(ends), "each older request is (re)admitted no later than a newer one"
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "in flight", "ready", "over", "preempted"])

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 
+from engine.batch_plan import BatchPlan
 from engine.request import Request, RequestStatus
 from ipc.errors import ProtocolError
 from ipc.messages import ModelRunnerOutput
@@ -106,7 +107,8 @@ def test_rule_4_no_block_is_ever_in_two_tables_and_old_outputs_publish_nothing()
 
 def preempted_with_output_in_flight() -> tuple[Harness, Request]:
     """A harness whose newest request was preempted while the step of its last chunk is in flight."""
-    harness = Harness(num_stages=2, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=14, block_size=2, num_blocks=7)
+    # One stage more than there are requests: what is not sent is held back by a rule, not by the depth.
+    harness = Harness(num_stages=3, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=14, block_size=2, num_blocks=7)
     old = harness.add(5, ignore_eos=True, max_tokens=9)
     harness.send_all()
     harness.receive()
@@ -138,6 +140,7 @@ def test_rule_5_a_preempted_request_is_readmitted_only_after_its_last_step_retur
     for other in others:
         harness.abort(other)
     assert request.num_steps_in_flight == 1 and harness.scheduler.stats().free_blocks == harness.config.num_blocks
+    assert len(harness.worker.pending) < harness.scheduler.depth
     assert harness.send() is None, "all is free, and yet its output must come first"
     while request.num_steps_in_flight:
         harness.receive()
@@ -180,6 +183,19 @@ def test_rule_5_a_victim_in_the_plan_being_built_is_taken_out_and_refunded() -> 
             harness.receive()
     assert found
     harness.drain()
+
+
+def test_rule_5_the_refund_of_a_victim_is_exact() -> None:
+    harness = Harness()
+    one, two = harness.add(5), harness.add(1)
+    plan = BatchPlan(8)
+    plan.add(one, 5, ())
+    plan.add(two, 1, ([4],))
+    plan.remove(one)
+    plan.remove(one)
+    assert (plan.tokens_left, len(plan)) == (7, 1)
+    plan.remove(two)
+    assert (plan.tokens_left, len(plan)) == (8, 0)
 
 
 def test_rule_6_output_of_an_aborted_request_is_discarded() -> None:
