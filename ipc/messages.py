@@ -269,7 +269,7 @@ class SchedulerOutput:
     """The batch; rows that compute one token come first."""
     num_scheduled_tokens: Ints
     needs_tokens_of_step: U64
-    """Newest step whose sampled tokens are inputs of this one; 0 for none."""
+    """Newest step whose sampled tokens are inputs of this one, or which named a row that gets a new owner here; 0 for none."""
     has_grammar: bool = False
 
 
