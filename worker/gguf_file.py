@@ -153,8 +153,10 @@ class _Cursor:
             return
         if count > len(self.data) // 8:
             raise _BrokenFileError(f"array of {count} texts at {self.at}")
-        read_size, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
+        read_size, data, at, last = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data) - 8
         for _ in range(count):
+            if at > last:
+                raise _BrokenFileError(f"array of {count} texts at {self.at} goes past the end")
             at += 8 + read_size(data, at)[0]
         self.at = 0
         self.skip(at)
@@ -185,6 +187,9 @@ def _parse(cursor: _Cursor, path: str) -> GGUFFile:
     }
     if len(tensors) != len(entries):
         raise _BrokenFileError("two tensors have the same name")
+    for tensor in tensors.values():
+        if tensor.offset > len(cursor.data):
+            raise _BrokenFileError(f"tensor {tensor.name!r:.80} starts past the end")
     return GGUFFile(path=path, size_bytes=len(cursor.data), metadata=metadata, tensors=tensors)
 
 

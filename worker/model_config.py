@@ -328,7 +328,9 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         dtype=_gguf_dtype(file),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int, -1) if file.has("tokenizer.ggml.bos_token_id") else None,
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int, -1)
+        if file.has("tokenizer.ggml.bos_token_id")
+        else None,
         eos_token_ids=tuple(
             dict.fromkeys(
                 file.get(f"tokenizer.ggml.{name}_token_id", int)

@@ -111,4 +111,3 @@ class Linear(nn.Module):
     def size_bytes(self) -> int:
         weight_bytes = 0 if self.is_shared else self.format.size_bytes
         return weight_bytes + (0 if self.bias is None else self.bias.nbytes)
-

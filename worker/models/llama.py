@@ -76,9 +76,7 @@ class LlamaLayer(nn.Module):
     ) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
-        self.attention_norm = RMSNorm(
-            f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps, device=device
-        )
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps, device=device)
         self.attention = LlamaAttention(config, f"{name}.self_attn", backend, dtype, device)
         self.mlp_norm = RMSNorm(
             f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, device=device

@@ -62,4 +62,6 @@ def _check_shape(checkpoint: Checkpoint, name: str, slot: WeightSlot) -> None:
 
 def _shown(names: list[str]) -> str:
     more = len(names) - _MOST_NAMES
-    return f"tensor{'s' * (len(names) > 1)} {', '.join(names[:_MOST_NAMES])}" + (f" and {more} more" if more > 0 else "")
+    return f"tensor{'s' * (len(names) > 1)} {', '.join(names[:_MOST_NAMES])}" + (
+        f" and {more} more" if more > 0 else ""
+    )

@@ -1,0 +1,129 @@
+"""Do the small kernels compute what their names say, leave their inputs alone, and refuse what does not fit?"""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.kv_cache import append_kv
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import rms_norm
+from kernels.rope import apply_rope
+from kernels.silu_mul import silu_mul
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative to the largest value: half a unit in the last place, and a little."""
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    gap = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert gap <= TOLERANCES[actual.dtype], f"relative difference {gap.item()}"
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_rms_norm(dtype: torch.dtype, num_tokens: int) -> None:
+    x = (torch.randn(num_tokens, 96) * 3).to(dtype)
+    before, weight = x.clone(), torch.randn(96)
+    out = rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype
+    assert torch.equal(x, before)
+    wide = x.double()
+    if num_tokens:
+        assert_close(out, wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(x, weight[:95], 1e-5)
+
+
+def test_rms_norm_of_tiny_and_huge_rows() -> None:
+    assert torch.equal(rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6), torch.zeros(1, 8))
+    huge = rms_norm(torch.full((1, 8), 1e4, dtype=torch.float16), torch.ones(8), 1e-6)
+    assert torch.equal(huge, torch.ones(1, 8, dtype=torch.float16))
+
+
+def test_rope_is_a_turn_in_the_complex_plane(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 3, 16).to(dtype)
+    before, angles = x.clone(), torch.rand(5, 8, dtype=torch.float64) * 1000
+    out = apply_rope(x, angles.cos().float(), angles.sin().float())
+    turned = (
+        torch.complex(x.double()[..., :8], x.double()[..., 8:])
+        * torch.polar(torch.ones(5, 8).double(), angles)[:, None]
+    )
+    assert out.dtype == dtype
+    assert torch.equal(x, before)
+    assert_close(out, torch.cat((turned.real, turned.imag), -1))
+
+
+def test_rope_checks_its_arguments() -> None:
+    x = torch.randn(5, 3, 16)
+    with pytest.raises(ValueError, match="do not fit"):
+        apply_rope(x, torch.ones(5, 16), torch.ones(5, 16))
+    with pytest.raises(TypeError, match="float32"):
+        apply_rope(x, torch.ones(5, 8).bfloat16(), torch.ones(5, 8).bfloat16())
+
+
+def test_silu_mul(dtype: torch.dtype) -> None:
+    x = (torch.randn(6, 40) * 4).to(dtype)
+    before = x.clone()
+    gate, up = x.double().chunk(2, 1)
+    assert_close(silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    assert torch.equal(x, before)
+    with pytest.raises(ValueError, match="halves"):
+        silu_mul(x[:, :39])
+
+
+def test_append_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
+    cache = torch.randn(2, 6, 4, 2, 8).to(dtype)
+    before, k, v = cache.clone(), torch.randn(4, 2, 8).to(dtype), torch.randn(4, 2, 8).to(dtype)
+    append_kv(cache, k, v, torch.tensor([23, -1, 0, 9]))
+    assert torch.equal(cache[0, 5, 3], k[0])
+    assert torch.equal(cache[1, 0, 0], v[2])
+    assert torch.equal(cache[0, 2, 1], k[3])
+    changed = (cache != before).flatten(3).any(3).flatten(1)
+    assert changed.nonzero()[:, 1].tolist() == [0, 9, 23, 0, 9, 23]
+
+
+def test_append_kv_with_offsets_beyond_32_bits() -> None:
+    """On memory that is never touched but for one slot."""
+    cache = torch.empty(2, 1 << 17, 16, 8, 128, dtype=torch.bfloat16)
+    assert cache.stride(0) == 1 << 31
+    k = torch.randn(1, 8, 128).bfloat16()
+    append_kv(cache, k, -k, torch.tensor([(1 << 21) - 1]))
+    assert torch.equal(cache[1, -1, -1], -k[0])
+
+
+def test_append_kv_checks_its_arguments() -> None:
+    cache, k = torch.zeros(2, 6, 4, 2, 8), torch.zeros(4, 2, 8)
+    slots = torch.arange(4)
+    for arguments in (
+        (cache, k, k[:3], slots), (cache, k, k, slots[:3]), (cache[:1], k, k, slots), (cache.transpose(1, 2), k, k, slots),
+        (cache, k[..., :4], k[..., :4], slots),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"cache|slots"):
+            append_kv(*arguments)
+
+
+def test_paged_attention_against_contiguous_sdpa() -> None:
+    """One sequence whose blocks lie backwards."""
+    history, num_queries, block_size = 9, 5, 4
+    k, v, q = torch.randn(14, 2, 8), torch.randn(14, 2, 8), torch.randn(num_queries, 6, 8)
+    cache = torch.full((2, 5, block_size, 2, 8), torch.nan)
+    table = torch.tensor([[4, 2, 1, 0, -1]])
+    slots = torch.tensor([table[0, p // block_size] * block_size + p % block_size for p in range(14)])
+    append_kv(cache, k, v, slots)
+    mask = torch.ones(num_queries, 14, dtype=torch.bool).tril(history)
+    expected = scaled_dot_product_attention(
+        q.double().transpose(0, 1), k.double().transpose(0, 1).repeat_interleave(3, 0),
+        v.double().transpose(0, 1).repeat_interleave(3, 0), attn_mask=mask, scale=0.3,
+    ).transpose(0, 1)  # fmt: skip
+    padded = torch.cat((q, torch.randn(2, 6, 8)))
+    out = paged_attention(padded, cache, torch.tensor([0, 5]), torch.tensor([14]), table, 0.3)
+    assert_close(out[:5], expected)
+    assert torch.equal(out[5:], torch.zeros(2, 6, 8))
+    with pytest.raises(ValueError, match="do not fit"):
+        paged_attention(q[..., :4], cache, torch.tensor([0, 5]), torch.tensor([14]), table, 0.3)
+    with pytest.raises(ValueError, match="sequences"):
+        paged_attention(q, cache, torch.tensor([0, 5]), torch.tensor([14, 3]), table, 0.3)
