@@ -3,17 +3,17 @@
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engine import Client, SamplingParams
+from engine import Client, Output, SamplingParams
+from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import ConfigError, PeerLost, RequestError
 
-DEFAULT_ADDRESS = "tcp://127.0.0.1:5757"
 MAX_OPEN_REQUESTS = 64
 """Sent ahead of the one being printed: enough to fill a batch, few enough to refuse nobody else's."""
 
@@ -30,6 +30,7 @@ class Answer:
     text: str = ""
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
+    seed: int = 0
     error: RequestError | None = None
 
 
@@ -43,7 +44,7 @@ class Answer:
     help="Read a prompt from this file, '-' for standard input. Repeatable.",
 )
 @click.option("--lines", is_flag=True, help="Every line that is not empty, of files and standard input, is a prompt.")
-@click.option("--connect", metavar="ADDR", default=DEFAULT_ADDRESS, show_default=True, help="Address of the engine.")
+@click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead of streaming text.")
 @click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: up to the model's limit]")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the likeliest token.")
@@ -67,8 +68,8 @@ def command(
     part of it. Answers come in the order of the prompts (arguments first); the text of an answer is printed as it
     arrives, with a newline behind it.
 
-    With --json each line has index, prompt, text, token_ids and finish_reason ("stop" or "length"), or for a request
-    that failed index, prompt and error (code, message, field).
+    With --json each line has index, prompt, text, token_ids, finish_reason ("stop" or "length") and the seed in use, or
+    for a request that failed index, prompt and error (code, message, field).
 
     \b
     Exit codes:
@@ -131,9 +132,11 @@ def _answer_all(client: Client, prompts: Sequence[str], params: SamplingParams, 
     return num_failed
 
 
-def _sent_ahead(client: Client, prompts: Sequence[str], params: SamplingParams) -> Iterator[tuple[str, Any]]:
+def _sent_ahead(
+    client: Client, prompts: Sequence[str], params: SamplingParams
+) -> Iterator[tuple[str, Iterable[Output] | Answer]]:
     """Each prompt with the stream of its outputs, or with an Answer when it could not even be sent."""
-    under_way: deque[tuple[str, Any]] = deque()
+    under_way: deque[tuple[str, Iterable[Output] | Answer]] = deque()
     for prompt in prompts:
         try:
             under_way.append((prompt, client.generate(prompt, params)))
@@ -144,14 +147,16 @@ def _sent_ahead(client: Client, prompts: Sequence[str], params: SamplingParams) 
     yield from under_way
 
 
-def _follow(stream: Any, *, streamed: bool) -> Answer:
+def _follow(stream: Iterable[Output], *, streamed: bool) -> Answer:
     """Read one stream to its end; ``streamed`` prints the text as it comes."""
     answer = Answer()
     try:
         for output in stream:
             if streamed:
                 click.echo(output.delta, nl=False)
-            answer = Answer(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
+            answer = Answer(
+                text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, seed=output.seed
+            )
     except RequestError as error:
         answer = Answer(text=answer.text, token_ids=answer.token_ids, error=error)
     if streamed and (answer.text or answer.error is None):
@@ -164,5 +169,6 @@ def _as_record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
     if answer.error is not None:
         error = answer.error
         return record | {"error": {"code": error.code, "message": str(error), "field": error.field}}
-    token_ids = [int(token_id) for token_id in answer.token_ids]
-    return record | {"text": answer.text, "token_ids": token_ids, "finish_reason": answer.finish_reason}
+    token_ids = list(answer.token_ids)
+    ending = {"finish_reason": answer.finish_reason, "seed": answer.seed}
+    return record | {"text": answer.text, "token_ids": token_ids} | ending

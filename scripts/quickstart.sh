@@ -28,8 +28,9 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-say "server: brigade serve ${BRIGADE_DEMO_MODEL##*/} --pp 2 --dtype float32"
-"$PYTHON" -m scripts.cli serve "$BRIGADE_DEMO_MODEL" --pp 2 --dtype float32 </dev/null >"$work/log" 2>&1 &
+flags=(--pp 2 --dtype float32 --kv-cache-memory 256M)
+say "server: brigade serve ${BRIGADE_DEMO_MODEL##*/} ${flags[*]}"
+"$PYTHON" -m scripts.cli serve "$BRIGADE_DEMO_MODEL" "${flags[@]}" </dev/null >"$work/log" 2>&1 &
 server=$!
 
 address=
@@ -61,4 +62,4 @@ if [ "$code" -ne 0 ]; then
     tail -n 20 "$work/log" >&2
     fail "the server ended with code $code instead of 0; the end of its output is above"
 fi
-say "done. Next: $PYTHON -m scripts.cli serve $BRIGADE_DEMO_MODEL --pp 2"
+say "done; the README says how to go on"

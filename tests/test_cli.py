@@ -56,8 +56,9 @@ class EchoClient:
             if prompt == "interrupt":
                 raise KeyboardInterrupt
             finish_reason = "stop" if end == len(text) else None
+            token_ids = [ord(character) for character in text[:end]]
             yield SimpleNamespace(
-                delta=text[end - 1], text=text[:end], token_ids=[ord(c) for c in text[:end]], finish_reason=finish_reason
+                delta=text[end - 1], text=text[:end], token_ids=token_ids, finish_reason=finish_reason, seed=7
             )
         self.num_open -= 1
 
@@ -98,7 +99,7 @@ def test_lines_makes_every_line_a_prompt(client: type[EchoClient]) -> None:
 def test_json_lines_carry_text_ids_and_reason(client: type[EchoClient]) -> None:
     result = run("--json", "ab", "refused", "breaks")
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
-        {"index": 0, "prompt": "ab", "text": "AB", "token_ids": [65, 66], "finish_reason": "stop"},
+        {"index": 0, "prompt": "ab", "text": "AB", "token_ids": [65, 66], "finish_reason": "stop", "seed": 7},
         {
             "index": 1,
             "prompt": "refused",
