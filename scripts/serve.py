@@ -100,6 +100,11 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
     if place.num_agents > 1:
         advertise_host = local_address_towards(place.master_addr, place.master_port)
     core_address, key = directory.address("workers"), ""
+    if place.rank == 0 and options["error_file"] is None:
+        logger.warning(
+            "started by plain torchrun, whose store listens on all interfaces and trusts who connects: fine inside a "
+            "trusted network; on one host `brigade serve` keeps everything on loopback"
+        )
     if place.rank == 0:
         found = _ensure_core(directory, config, agent_pid, place, advertise_host, options)
         core_address, key = found
