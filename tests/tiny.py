@@ -20,6 +20,9 @@ PAD, EOS, BOS = 0, 1, 2
 FIRST_BYTE = 3
 """In ``random_llama`` the byte b is token ``FIRST_BYTE + b``."""
 
+MERGED = (b"\xfe", b"\xff")
+"""The one merge of its tokenizer, since some readers want at least one; it can't occur in text."""
+
 SCRIPT: tuple[bytes, ...] = (
     b"Sky ", b"\xf0\x9f", b"\x98\x80", b" caf", b"\xc3", b"\xa9 ", b"\xe6", b"\x97\xa5", b"\xe6\x9c", b"\xac ",
     b"Obs", b"erv", b"ation", b":", b" tail", b" \xf0\x9f\x91", b"\xa9\xe2\x80", b"\x8d\xf0\x9f\x92", b"\xbb",
@@ -94,7 +97,7 @@ def random_llama(
         max_position_embeddings=max_position_embeddings, extra=config or {},
     )  # fmt: skip
     _write_tensors(folder, tensors, num_files)
-    _write_tokenizer(folder, _byte_vocabulary(vocab_size), bos="<s>", eos="</s>", pad="<pad>")
+    _write_tokenizer(folder, _byte_vocabulary(vocab_size), merges=[MERGED], bos="<s>", eos="</s>", pad="<pad>")
     return folder
 
 
@@ -137,7 +140,7 @@ def chain(folder: Path, pieces: Sequence[bytes] = SCRIPT) -> Path:
     )  # fmt: skip
     _write_tensors(folder, tensors, 1)
     vocabulary = {"<s>": 0, "</s>": eos} | {_visible(piece): i + 1 for i, piece in enumerate(pieces)}
-    _write_tokenizer(folder, vocabulary, bos="<s>", eos="</s>")
+    _write_tokenizer(folder, vocabulary, merges=[], bos="<s>", eos="</s>")
     return folder
 
 
@@ -162,7 +165,7 @@ def as_gguf(folder: Path, file: Path, *, architecture: str = "llama", tokenizer_
     writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
     control = {config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     writer.add_token_types([3 if i in control else 1 for i in range(config["vocab_size"])])
-    writer.add_token_merges([])
+    writer.add_token_merges([" ".join(_visible(part) for part in MERGED)])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
@@ -224,8 +227,11 @@ def _write_tensors(folder: Path, tensors: Tensors, num_files: int) -> None:
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
 
 
-def _write_tokenizer(folder: Path, vocabulary: dict[str, int], **special: str) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+def _write_tokenizer(
+    folder: Path, vocabulary: dict[str, int], *, merges: Sequence[tuple[bytes, bytes]], **special: str
+) -> None:
+    pairs = [(_visible(left), _visible(right)) for left, right in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([text for text in special.values() if text])
@@ -260,6 +266,7 @@ def _interleaved(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.floa
 
 def _byte_vocabulary(vocab_size: int) -> dict[str, int]:
     names = ["<pad>", "</s>", "<s>", *(_visible(bytes((b,))) for b in range(256))]
+    names.append(_visible(b"".join(MERGED)))
     names += [f"<x{i}>" for i in range(vocab_size - len(names))]
     return {name: i for i, name in enumerate(names)}
 
