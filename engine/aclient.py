@@ -1,5 +1,6 @@
 """The asyncio client: the same calls as in ``client.py``, awaited."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,7 @@ class AsyncClient:
         """
         model = await self._tokens.attach()
         try:
-            self._attached_text = TextSide(model)
+            self._attached_text = await asyncio.to_thread(TextSide, model)  # parsing takes a while
         except BaseException:
             await self._tokens.aclose()
             raise
