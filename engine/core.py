@@ -325,11 +325,11 @@ class EngineCore:
             priority=message.priority,
             arrival_time=time.monotonic(),
         )
-        self._requests[key] = request
         if self._scheduler is None:
             self._queue.append(request)
         else:
             self._scheduler.add(request)
+        self._requests[key] = request
 
     def _abort(self, request: Request, reason: str) -> None:
         if self._scheduler is None:

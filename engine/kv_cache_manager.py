@@ -47,9 +47,9 @@ class KVCacheManager:
         return gained
 
     def free(self, request: Request) -> None:
-        """Take every block from the request, the tail first. Steps in flight may still write to them: a new owner's steps come later."""
+        """Take every block from the request. Steps in flight may still write to them: a new owner's steps come later."""
         for table in request.block_ids:
-            self.pool.give_back(reversed(table))
+            self.pool.give_back(table)
         request.block_ids = ()
 
     def check_books(self, holders: Iterable[Request]) -> None:

@@ -6,12 +6,12 @@ from engine.block_pool import BlockPool
 from ipc.errors import ConfigError
 
 
-def test_blocks_are_taken_in_the_order_in_which_they_were_freed() -> None:
+def test_the_block_that_was_freed_last_is_taken_first() -> None:
     pool = BlockPool(4)
     first = pool.take(3)
     assert first == [0, 1, 2] and pool.num_free == 1
     pool.give_back([2, 0])
-    assert pool.take(3) == [3, 2, 0]
+    assert pool.take(3) == [0, 2, 3]
     pool.check_books([0, 1, 2, 3])
 
 
