@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined,unused-ignore]
@@ -120,8 +121,7 @@ def load_stage(settings: WorkerSettings, topology: Topology) -> LoadedStage:
 def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig) -> list[Tensor]:
     """One zeroed cache tensor per layer. Raises ConfigError when they don't fit, or when the config isn't for this stage.
 
-    Zeroed, because a NaN in memory that attention masks out would still spoil what it is multiplied into; and because
-    memory that was touched now can't turn out to be missing in the middle of a request.
+    Zeroed, because a NaN in memory that attention masks out would still spoil what it is multiplied into.
     """
     missing = set(stage.layers) - {layer for group in kv.groups for layer in group.layers}
     if len(kv.groups) != 1 or missing:
@@ -129,7 +129,15 @@ def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig)
     config = settings.config
     shape = stage.backend.cache_shape(kv.num_blocks, kv.block_size, config.num_kv_heads, config.head_size)
     with _memory_for("--num-kv-blocks", f"{kv.num_blocks} KV blocks", "give fewer, or a smaller --kv-cache-memory"):
-        return [torch.zeros(shape, dtype=stage.dtype, device=stage.device) for _ in stage.layers]
+        return [_zeros(shape, stage.dtype, stage.device) for _ in stage.layers]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # The system hands out zeroed pages as they are first used: touching gigabytes at start took 10 s on a small virtual
+    # machine, and the ledger reuses warm blocks first. The pool takes a share of free memory that leaves room for them.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @contextmanager
