@@ -38,7 +38,8 @@ def _available(root: Path) -> int:
 
 
 def _statm(root: Path) -> list[int]:
-    return [int(word) for word in (root / "proc/self/statm").read_text().split()]
+    with open(root / "proc/self/statm", encoding="ascii") as file:
+        return [int(word) for word in file.read().split()]
 
 
 def _cgroup_headrooms(root: Path) -> list[int]:

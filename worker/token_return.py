@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from ipc.channel import open_socket, receive_now, receive_within, send_within
+from ipc.channel import open_socket, receive_now, send_within
 from ipc.codec import decode, encode
 from ipc.errors import PeerLost, ProtocolError
 from ipc.messages import SampledTokens
@@ -48,8 +48,9 @@ class TokenInbox:
         """
         deadline = time.monotonic() + timeout_s
         while self._next_step <= step_id:
-            name = f"rank 0, step {step_id}: rank {peer}, which samples,"
-            self._take(receive_within(self._socket, max(0.001, deadline - time.monotonic()), name), accept, peer)
+            if not self._socket.poll(max(1, int(1000 * (deadline - time.monotonic())))):
+                raise PeerLost(f"rank 0, step {step_id}: rank {peer} sent no sampled tokens within {timeout_s:g} s")
+            self._take(self._socket.recv_multipart(zmq.NOBLOCK), accept, peer)
         # What nobody needs yet is taken all the same: it must not pile up in the socket.
         while (frames := receive_now(self._socket)) is not None:
             self._take(frames, accept, peer)

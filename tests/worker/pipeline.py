@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ipc.messages import CachedRequestData, KVCacheConfig, KVCacheGroup, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from ipc.messages import (
+    CachedRequestData,
+    KVCacheConfig,
+    KVCacheGroup,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from ipc.params import SamplingParams
 from worker.clock import StageClock
 from worker.model_config import read_model_config
@@ -144,8 +151,11 @@ class Pipeline:
         self.runners: list[ModelRunner] = []
         self.links = [MemoryLink() for _ in range(num_stages - 1)]
         self.tokens = MemoryTokens()
+        self.block_size = changes.get("block_size", 16)
         for rank in range(num_stages):
             self._add_stage(settings_for(path, rank=rank, world_size=num_stages, **changes), num_blocks, max_model_len)
+        for stage in self.stages:
+            stage.warm_up(max_model_len, self.block_size)
 
     def _add_stage(self, settings: WorkerSettings, num_blocks: int, max_model_len: int) -> None:
         topology = Topology(rank=settings.rank, num_stages=settings.world_size)
@@ -170,12 +180,6 @@ class Pipeline:
         )  # fmt: skip
         self.runners.append(runner)
         self.stages.append(stage)
-
-    def warm_up(self) -> None:
-        for stage in self.stages[:-1]:
-            # The first stage would wait for the tokens of step 0 here, which come once the others have run.
-            stage.warm_up(512, 16)
-        self.stages[-1].warm_up(512, 16)
 
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """One step on all stages; the last one's output."""

@@ -1,0 +1,101 @@
+"""Sampled tokens from the last stage to the first: order, strangers, deadlines, and what is left behind."""
+
+import pytest
+import zmq
+
+from ipc.channel import open_socket
+from ipc.codec import encode
+from ipc.errors import PeerLost
+from ipc.messages import SampledTokens
+from worker.token_return import TokenInbox, TokenOutbox
+
+EPOCH = 5
+
+
+class Accepted(list):
+    def __call__(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+        self.append((step_id, rows, token_ids))
+
+
+@pytest.fixture
+def context():
+    made = zmq.Context()
+    yield made
+    made.destroy(0)
+
+
+@pytest.fixture
+def inbox(context, tmp_path):
+    made = TokenInbox(context, run_dir=str(tmp_path), nonce=1, host=None)
+    made.begin(EPOCH)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def outbox(context, inbox):
+    made = TokenOutbox(context, address=inbox.address, epoch=EPOCH)
+    yield made
+    made.close()
+
+
+def take(inbox: TokenInbox, step_id: int, timeout_s: float = 2.0) -> Accepted:
+    accepted = Accepted()
+    inbox.take_until(step_id, accepted, timeout_s=timeout_s, peer=1)
+    return accepted
+
+
+def test_tokens_come_in_step_order_and_nothing_piles_up(inbox, outbox):
+    outbox.send(0, [], [], [], timeout_s=1)
+    outbox.send(1, [4, 2], [70000, 9], [1, 1], timeout_s=1)
+    assert take(inbox, 1) == [(0, [], []), (1, [4, 2], [70000, 9])]
+    for step_id in range(2, 6):
+        outbox.send(step_id, [step_id], [1], [1], timeout_s=1)
+    first = take(inbox, 4)
+    rest = take(inbox, 5)
+    assert [step_id for step_id, _, _ in first + rest] == [2, 3, 4, 5]
+    assert take(inbox, 0) == []
+
+
+def test_tokens_that_nobody_needs_yet_are_taken_all_the_same(inbox, outbox):
+    for step_id in range(3):
+        outbox.send(step_id, [], [], [], timeout_s=1)
+    seen = take(inbox, 0)
+    while len(seen) < 3:
+        seen += take(inbox, 0)
+    assert [step_id for step_id, _, _ in seen] == [0, 1, 2]
+
+
+def test_strangers_and_other_epochs_are_dropped(context, inbox):
+    stranger = open_socket(context, zmq.PUSH)
+    stranger.connect(inbox.address)
+    stranger.send_multipart([b"\x01", b"junk", b"\xc1"])
+    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH - 1, step_id=0, rows=[1], token_ids=[1], counts=[1])))
+    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=0, rows=[], token_ids=[], counts=[])))
+    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=0, rows=[9], token_ids=[9], counts=[1])))
+    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=1, rows=[], token_ids=[], counts=[])))
+    assert take(inbox, 1) == [(0, [], []), (1, [], [])]
+    assert inbox.num_dropped == 3
+    stranger.close(0)
+
+
+def test_a_step_that_is_missing_or_late_means_that_the_peer_is_lost(inbox, outbox):
+    with pytest.raises(PeerLost, match="rank 0, step 0: rank 1 sent no sampled tokens within 0.1 s"):
+        take(inbox, 0, timeout_s=0.1)
+    outbox.send(1, [], [], [], timeout_s=1)
+    with pytest.raises(PeerLost, match="tokens of step 0 from rank 1 were lost, 1 came"):
+        take(inbox, 1)
+
+
+def test_over_tcp_it_listens_on_the_given_host_alone(context, tmp_path):
+    made = TokenInbox(context, run_dir=str(tmp_path), nonce=1, host="127.0.0.1")
+    assert made.address.startswith("tcp://127.0.0.1:")
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_socket_file_is_removed(context, tmp_path):
+    made = TokenInbox(context, run_dir=str(tmp_path), nonce=255, host=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens-00000000000000ff"]
+    made.close()
+    assert list(tmp_path.iterdir()) == []
