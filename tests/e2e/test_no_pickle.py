@@ -35,16 +35,20 @@ def violations(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                yield from (n.name for n in names if MODULES & set(n.name.split(".")))
+                yield from (n.name for n in names if is_forbidden(n.name))
             case ast.ImportFrom(module=module, names=names):
-                parts = set((module or "").split("."))
-                yield from (f"{module}.{n.name}" for n in names if (MODULES & parts) or n.name in NAMES | MODULES)
+                full = [f"{module}.{n.name}" for n in names]
+                yield from (name for name in full if is_forbidden(name) or name.rpartition(".")[2] in NAMES)
             case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in TORCH_ONLY:
                 yield f"torch.{attr}"
             case ast.Attribute(attr=attr) if attr in NAMES:
                 yield attr
             case ast.Name(id=name) if name in NAMES:
                 yield name
+
+
+def is_forbidden(module: str) -> bool:
+    return module.split(".")[0] in MODULES or module.startswith("torch.multiprocessing")
 
 
 def test_number_8_the_source_never_pickles() -> None:
