@@ -17,6 +17,9 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 GGUF_ARCHITECTURES = {"llama": "llama"}
 """``general.architecture`` of a GGUF file to the families of worker/models."""
 
+MAX_SIZE = (1 << 31) - 1
+"""No size of a model is larger; a damaged description may well be."""
+
 ROPE_KINDS = ("default", "linear", "llama3", "factors")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -101,8 +104,8 @@ class ModelConfig:
             "vocab_size",
             "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise _refused(name, getattr(self, name), "must be at least 1")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise _refused(name, getattr(self, name), f"must be at least 1 and at most {MAX_SIZE}")
         if self.num_heads % self.num_kv_heads:
             raise _refused("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}")
         if self.head_size % 2:

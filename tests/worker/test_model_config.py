@@ -98,6 +98,8 @@ def test_rope_in_both_spellings(tmp_path: Path) -> None:
         ({"num_hidden_layers": True}, ["num_hidden_layers", "int"]),
         ({"num_hidden_layers": 0}, ["num_layers=0", "at least 1"]),
         ({"vocab_size": -5}, ["vocab_size=-5"]),
+        ({"vocab_size": 10**12}, ["vocab_size=1000000000000", "at most"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
         ({"hidden_size": 66}, ["hidden_size=66", "num_attention_heads=4"]),
         ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
         ({"num_key_value_heads": 3}, ["num_kv_heads=3", "must divide"]),

@@ -1,6 +1,7 @@
 """Does a Llama, cut into stages, compute what transformers computes?"""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ipc.errors import ConfigError
 from tests.worker.stages import CPU, Pipeline
 from worker.attention import select_backend
 from worker.model_config import read_model_config
@@ -209,6 +211,20 @@ def test_boundary_and_inputs_stay(models: Models) -> None:
     pipeline.stages[0](hidden, torch.arange(3), pipeline.caches[0], metadata)
     pipeline.stages[0].logits(hidden)
     assert torch.equal(hidden, before)
+
+
+def test_a_model_beyond_all_memory(models: Models) -> None:
+    config = replace(read_model_config(str(models.get("tied")[0])), hidden_size=1 << 20, vocab_size=1 << 30)
+    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=8, block_size=4)
+    with pytest.raises(ConfigError, match="no memory for the weights of layers 0 to 1 in torch.float32 on cpu"):
+        build_stage(config, range(0, 2), is_first=True, is_last=False, dtype=torch.float32, device=CPU, backend=backend)
+
+
+def test_unknown_family(models: Models) -> None:
+    config = replace(read_model_config(str(models.get("tied")[0])), architecture="mamba")
+    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=8, block_size=4)
+    with pytest.raises(ConfigError, match="no model class for 'mamba'; known are llama"):
+        build_stage(config, range(0, 2), is_first=True, is_last=False, dtype=torch.float32, device=CPU, backend=backend)
 
 
 def test_old_spelling_of_rope_scaling(models: Models, tmp_path: Path) -> None:

@@ -181,6 +181,14 @@ def test_top_k_is_exact_with_ties_at_the_edge(count: int) -> None:
     assert set(draws(logits, 4000, top_k=count).tolist()) == set(expected.nonzero()[:, 0].tolist())
 
 
+def test_top_k_is_exact_whatever_the_rounding() -> None:
+    """The k shares add up to 1 or a little less; that must not let another token in."""
+    logits = torch.randn(4000, 60, generator=torch.Generator().manual_seed(8)) * 0.1
+    tokens = sample(logits, batch_of(4000, top_k=30, seed=torch.arange(4000)))
+    ranks = (logits > logits.gather(1, tokens[:, None])).sum(1)
+    assert ranks.max() == 29
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.25, 0.26, 0.5, 0.51, 0.75, 0.99, 1.0])
 def test_top_p_with_ties(top_p: float) -> None:
     """Four equal tokens: the smallest set that reaches p, lower ids first."""

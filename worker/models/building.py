@@ -23,11 +23,22 @@ def build_stage(
     device: torch.device,
     backend: AttentionBackend,
 ) -> StageModel:
-    """A stage with its layers' parameters allocated and not yet filled. Raises ConfigError for an unknown family."""
+    """A stage with its layers' parameters allocated and not yet filled.
+
+    Raises:
+        ConfigError: for an unknown family, and when there is not memory enough for the weights.
+    """
     if config.architecture not in _CLASSES:
         raise ConfigError("MODEL", f"no model class for {config.architecture!r}; known are {', '.join(_CLASSES)}")
     module, name = _CLASSES[config.architecture]
-    stage: StageModel = getattr(import_module(module), name)(
-        config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=device, backend=backend
-    )
+    try:
+        stage: StageModel = getattr(import_module(module), name)(
+            config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=device, backend=backend
+        )
+    except RuntimeError as error:  # the only type that torch has for it on a CPU
+        raise ConfigError(
+            "MODEL",
+            f"no memory for the weights of layers {layers.start} to {layers.stop - 1} in {dtype} on {device}: "
+            f"{str(error).splitlines()[0]:.200}",
+        ) from error
     return stage.eval().requires_grad_(False)
