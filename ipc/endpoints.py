@@ -39,10 +39,6 @@ class TorchrunEnvironment:
     master_port: int
     uses_agent_store: bool
     """True: an agent serves a TCPStore at master_addr:master_port; False: nobody does yet."""
-    error_file: str | None
-    """Where torchrun looks for the root cause of a failed rank."""
-    restarts_left: int
-    """How often the agent would still start the ranks again."""
 
 
 def read_torchrun(environment: Mapping[str, str] = os.environ) -> TorchrunEnvironment:
@@ -57,9 +53,6 @@ def read_torchrun(environment: Mapping[str, str] = os.environ) -> TorchrunEnviro
             master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(environment.get("MASTER_PORT", "0")),
             uses_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
-            error_file=environment.get("TORCHELASTIC_ERROR_FILE"),
-            restarts_left=int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            - int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(

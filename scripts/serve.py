@@ -1,240 +1,30 @@
 """One rank, as torchrun starts it: ``torchrun --nproc-per-node N -m scripts.serve MODEL [flags]``.
 
-Rank 0 first makes sure that an EngineCore runs beside it; then every rank becomes a Worker. Faults that no restart can
-cure end the whole run: the cause goes to where people look for it, and the agent gets SIGTERM.
+A small first step before anything slow is imported: signals are taken over, and whatever fails from here on is told where
+people look for it.
 """
 
-import json
 import logging
 import os
-import secrets
-import signal
 import sys
-import threading
-import time
-from pathlib import Path
-from typing import Any
 
-import click
-from engine.text.sources import read_text_files
-
-from engine.config import CoreConfig, ModelFiles
-from ipc.endpoints import (
-    RunDirectory,
-    TorchrunEnvironment,
-    check_listen_address,
-    local_address_towards,
-    process_start,
-    read_torchrun,
-    threads_set_by_user,
-)
-from ipc.errors import ConfigError, EngineError
-from ipc.logs import set_up_logging
-from scripts.core_process import ensure_core
-from scripts.options import GroupedCommand, serve_options
-from worker.model_config import ModelConfig, read_model_config
-from worker.partition import split_layers
-from worker.settings import WorkerSettings
-
-logger = logging.getLogger(__name__)
-
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+from scripts.ending import SignalWatch, end_everything
 
 
-class SignalWatch:
-    """Takes this process's ending signals in a thread of its own, from before anything slow is imported.
-
-    Python's handlers don't run while the main thread waits inside native code. Until ``hand_over`` a signal ends the
-    process at once and without a word; afterwards each is one byte in the pipe that ``hand_over`` returned.
-    """
-
-    def __init__(self) -> None:
-        self._read_end, self._write_end = os.pipe()
-        self._handed_over = False
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
-
-    def hand_over(self) -> int:
-        """From now on signals are bytes in the returned descriptor."""
-        self._handed_over = True
-        return self._read_end
-
-    def _watch(self) -> None:
-        while True:
-            number = signal.sigwait(ENDING_SIGNALS)
-            if not self._handed_over:
-                os._exit(128 + number)
-            os.write(self._write_end, bytes((number,)))
-
-
-@click.command(cls=GroupedCommand, context_settings={"max_content_width": 120})
-@serve_options
-def command(**options: Any) -> None:
-    """Be one rank of the pipeline (started by torchrun)."""
+def main() -> None:
+    """Be a rank; does not return."""
     signals = SignalWatch()
-    parent_pid = os.getppid()
     try:
-        place = read_torchrun()
-    except ConfigError as error:
-        click.echo(f"brigade: {error}", err=True)
-        sys.exit(2)
-    set_up_logging(f"rank {place.rank}", options["log_level"])
-    try:
-        sys.exit(_run(place, parent_pid, signals, options))
-    except ConfigError as error:
-        _end_everything(place, parent_pid, str(error), options["error_file"])
-    except EngineError as error:
-        logger.error("%s", error)
-        sys.exit(1)
+        from scripts.rank import command
+
+        command(prog_name="scripts.serve", obj=signals)
     except Exception as error:
-        logger.exception("this rank could not start")
-        _end_everything(place, parent_pid, f"{type(error).__name__}: {error}", options["error_file"])
-
-
-def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, options: dict[str, Any]) -> int:
-    _check_shape(place, options)
-    config = read_model_config(options["model"])
-    split_layers(config.num_layers, place.world_size, options["pipeline_partition"])
-    directory = RunDirectory.of_agent(agent_pid)
-    advertise_host = None
-    if place.num_agents > 1:
-        advertise_host = local_address_towards(place.master_addr, place.master_port)
-    core_address, key = directory.address("workers"), ""
-    if place.rank == 0 and options["error_file"] is None:
-        logger.warning(
-            "started by plain torchrun, whose store listens on all interfaces and trusts who connects: fine inside a "
-            "trusted network; on one host `brigade serve` keeps everything on loopback"
-        )
-    if place.rank == 0:
-        found = _ensure_core(directory, config, agent_pid, place, advertise_host, options)
-        core_address, key = found
-    store = None
-    if place.num_agents > 1:
-        store, core_address, key = _meet_in_agent_store(place, core_address, key, options["health_timeout"])
-    settings = WorkerSettings(
-        model=options["model"],
-        config=config,
-        partition=options["pipeline_partition"],
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        core_address=core_address,
-        key=key,
-        run_dir=str(directory.path),
-        agent_store=None if store is None else (place.master_addr, place.master_port),
-        advertise_host=advertise_host,
-        device=options["device"],
-        dtype=options["dtype"],
-        max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
-        block_size=options["block_size"],
-        attention_backend=options["attention_backend"],
-        num_threads=threads_set_by_user(agent_pid),
-        link_timeout_s=options["link_timeout"],
-        health_timeout_s=options["health_timeout"],
-        log_level=options["log_level"],
-        parent_pid=agent_pid,
-        signal_fd=signals.hand_over(),
-    )
-    # The core's process never comes here: what follows loads torch.
-    from worker.worker import run_worker
-
-    return run_worker(settings)
-
-
-def _check_shape(place: TorchrunEnvironment, options: dict[str, Any]) -> None:
-    stages = options["pipeline_parallel_size"]
-    if options["tensor_parallel_size"] != 1:
-        raise ConfigError("--tensor-parallel-size", f"{options['tensor_parallel_size']} is not supported yet; use 1")
-    if stages is not None and stages != place.world_size:
-        raise ConfigError(
-            "--pipeline-parallel-size",
-            f"{stages} stages need {stages} ranks, torchrun started {place.world_size}; give --nproc-per-node {stages}",
-        )
-    for address in options["listen"]:
-        check_listen_address(address, insecure=options["insecure"])
-
-
-def _ensure_core(
-    directory: RunDirectory,
-    config: ModelConfig,
-    agent_pid: int,
-    place: TorchrunEnvironment,
-    advertise_host: str | None,
-    options: dict[str, Any],
-) -> tuple[str, str]:
-    text = read_text_files(options["model"])
-    core_config = CoreConfig(
-        run_dir=str(directory.path),
-        agent_pid=agent_pid,
-        agent_start=process_start(agent_pid) or 0,
-        key=secrets.token_hex(16) if advertise_host else "",
-        num_stages=place.world_size,
-        advertise_host=advertise_host,
-        listen=tuple(options["listen"]),
-        error_file=options["error_file"],
-        model_name=Path(options["model"]).resolve().name,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        model_max_len=config.max_position_embeddings,
-        max_model_len=options["max_model_len"],
-        max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
-        block_size=options["block_size"],
-        num_kv_blocks=options["num_kv_blocks"],
-        kv_cache_memory=options["kv_cache_memory"],
-        max_queued_requests=options["max_queued_requests"],
-        seed=options["seed"],
-        drain_timeout_s=options["drain_timeout"],
-        health_timeout_s=options["health_timeout"],
-        log_level=options["log_level"],
-    )
-    files = ModelFiles(
-        tokenizer=text.tokenizer,
-        tokenizer_config=text.tokenizer_config,
-        chat_template=text.chat_template,
-        generation_config=text.generation_config,
-    )
-    found = ensure_core(directory, core_config, files)
-    return found.worker_address, found.key
-
-
-def _meet_in_agent_store(
-    place: TorchrunEnvironment, core_address: str, key: str, timeout_s: float
-) -> tuple[Any, str, str]:
-    """Rank 0 publishes where the core is; the others read it. Returns the store, which must stay referenced."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined,unused-ignore]
-
-    serves = place.rank == 0 and not place.uses_agent_store
-    store = TCPStore(
-        place.master_addr, place.master_port, is_master=serves, wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    if place.rank == 0:
-        store.set("brigade/core", json.dumps([core_address, key]))
-        return store, core_address, key
-    address, key = json.loads(store.get("brigade/core"))
-    return store, address, key
-
-
-def _end_everything(place: TorchrunEnvironment, agent_pid: int, cause: str, error_file: str | None) -> None:
-    """Say why, where people look for it, and end the agent: a restart would fail in the same way."""
-    line = f"rank {place.rank}: {cause}"
-    if error_file is None:
-        click.echo(f"brigade: {line}", err=True)
-    else:
-        with open(error_file, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    if place.error_file is not None:
-        report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        Path(place.error_file).write_text(json.dumps(report))
-    if place.restarts_left and os.getppid() == agent_pid:
-        os.kill(agent_pid, signal.SIGTERM)
-    sys.exit(1)
+        logging.getLogger(__name__).exception("this rank could not start")
+        files = [word.partition("=")[2] for word in sys.argv if word.startswith("--error-file=")]
+        rank = os.environ.get("RANK", "?")
+        end_everything(f"rank {rank}: {type(error).__name__}: {error}", files[0] if files else None)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    command(prog_name="scripts.serve")
+    main()

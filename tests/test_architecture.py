@@ -29,7 +29,8 @@ MUST_NOT_IMPORT = {
 """Folder to libraries of others that would break its promise; transformers is the tests' oracle, never a part of us."""
 
 LAZY_IMPORTS = {
-    "scripts/serve.py": "the core's process must not load torch",
+    "scripts/serve.py": "signals are taken over before anything slow is imported",
+    "scripts/rank.py": "torch is loaded after everything that can be checked, and started, without it",
 }
 """Files whose functions may hold import statements. Elsewhere only an optional dependency in `try: … except ImportError`."""
 
