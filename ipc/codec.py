@@ -13,7 +13,7 @@ or int32 values, kind 0 for an int32 value followed by a uint32 count, meaning t
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -32,9 +32,22 @@ MAX_COLUMN = 1 << 20
 MAX_ITEMS = 1 << 16
 """Most items of a list of parts."""
 
+MAX_COLUMN_VALUES = 4 * MAX_COLUMN
+"""Most entries of all Ints columns of one message together: many small bombs are one big one."""
+
 Frame = bytes | memoryview
+
+
+class _Incoming:
+    """What is left of a message that is being decoded: its buffers, and how many column entries it may still hold."""
+
+    def __init__(self, buffers: Sequence[Frame]) -> None:
+        self.buffers = iter(buffers)
+        self.num_values_left = MAX_COLUMN_VALUES
+
+
 _Encode = Callable[[Any, list[Frame]], Any]
-_Decode = Callable[[Any, str, Iterator[Frame]], Any]
+_Decode = Callable[[Any, str, _Incoming], Any]
 
 _WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<i4")}
 
@@ -57,9 +70,9 @@ def decode(frames: Sequence[Frame], allowed: Sequence[type]) -> Any:
         RequestError: for sampling parameters that break a rule (the frames themselves are well-formed).
     """
     kind = _kind_of(frames, allowed)
-    buffers = iter(frames[3:])
-    decoded = _STRUCTS[kind].decode(_unpack(frames[2], kind.__name__), kind.__name__, buffers)
-    if next(buffers, None) is not None:
+    incoming = _Incoming(frames[3:])
+    decoded = _STRUCTS[kind].decode(_unpack(frames[2], kind.__name__), kind.__name__, incoming)
+    if next(incoming.buffers, None) is not None:
         raise ProtocolError(kind.__name__, "has more buffers than its fields name")
     return decoded
 
@@ -144,13 +157,13 @@ class _Struct:
             for name, (encode_field, _) in zip(self.names, self.codecs, strict=True)
         ]
 
-    def decode(self, data: Any, path: str, buffers: Iterator[Frame]) -> Any:
+    def decode(self, data: Any, path: str, incoming: _Incoming) -> Any:
         if type(data) is not list:
             raise ProtocolError(path, f"must be an array of fields, got {type(data).__name__}")
         if not self.num_required <= len(data) <= len(self.names):
             raise ProtocolError(path, f"has {len(data)} fields, needs {self.num_required} to {len(self.names)}")
         return self.cls(**{
-            name: codec[1](item, f"{path}.{name}", buffers)
+            name: codec[1](item, f"{path}.{name}", incoming)
             for name, codec, item in zip(self.names, self.codecs, data, strict=False)
         })
 
@@ -182,7 +195,7 @@ def _same(value: Any, buffers: list[Frame]) -> Any:
 
 
 def _exactly(kind: type, name: str) -> tuple[_Encode, _Decode]:
-    def decode_value(data: Any, path: str, buffers: Iterator[Frame]) -> Any:
+    def decode_value(data: Any, path: str, incoming: _Incoming) -> Any:
         if type(data) is not kind:
             raise ProtocolError(path, f"must be {name}, got {type(data).__name__}")
         return data
@@ -190,7 +203,7 @@ def _exactly(kind: type, name: str) -> tuple[_Encode, _Decode]:
     return _same, decode_value
 
 
-def _decode_float(data: Any, path: str, buffers: Iterator[Frame]) -> float:
+def _decode_float(data: Any, path: str, incoming: _Incoming) -> float:
     if type(data) not in (int, float):
         raise ProtocolError(path, f"must be a number, got {type(data).__name__}")
     return float(data)
@@ -200,8 +213,8 @@ def _bounded(kind: type, bounds: Bounds) -> tuple[_Encode, _Decode]:
     _, decode_plain = _codec_of(kind)
     is_number = kind is int
 
-    def decode_value(data: Any, path: str, buffers: Iterator[Frame]) -> Any:
-        value = decode_plain(data, path, buffers)
+    def decode_value(data: Any, path: str, incoming: _Incoming) -> Any:
+        value = decode_plain(data, path, incoming)
         measure = value if is_number else len(value)
         if not bounds.low <= measure <= bounds.high:
             what = "must be" if is_number else "must have a length"
@@ -215,17 +228,17 @@ def _optional(inner: Any) -> tuple[_Encode, _Decode]:
     encode_inner, decode_inner = _codec_of(inner)
     return (
         lambda value, buffers: None if value is None else encode_inner(value, buffers),
-        lambda data, path, buffers: None if data is None else decode_inner(data, path, buffers),
+        lambda data, path, incoming: None if data is None else decode_inner(data, path, incoming),
     )
 
 
 def _many(inner: Any) -> tuple[_Encode, _Decode]:
     encode_inner, decode_inner = _codec_of(inner)
 
-    def decode_value(data: Any, path: str, buffers: Iterator[Frame]) -> Any:
+    def decode_value(data: Any, path: str, incoming: _Incoming) -> Any:
         if type(data) is not list or len(data) > MAX_ITEMS:
             raise ProtocolError(path, f"must be an array of at most {MAX_ITEMS} items")
-        return tuple(decode_inner(item, f"{path}[{i}]", buffers) for i, item in enumerate(data))
+        return tuple(decode_inner(item, f"{path}[{i}]", incoming) for i, item in enumerate(data))
 
     return lambda value, buffers: [encode_inner(item, buffers) for item in value], decode_value
 
@@ -236,8 +249,8 @@ def _buffer(dtype: np.dtype[Any]) -> tuple[_Encode, _Decode]:
         buffers.append(array.data.cast("B") if array.size else b"")
         return int(array.size)
 
-    def decode_value(data: Any, path: str, buffers: Iterator[Frame]) -> Any:
-        frame = next(buffers, None)
+    def decode_value(data: Any, path: str, incoming: _Incoming) -> Any:
+        frame = next(incoming.buffers, None)
         if frame is None or type(data) is not int or len(frame) != data * dtype.itemsize:
             got = "no buffer" if frame is None else f"a buffer of {len(frame)} bytes"
             raise ProtocolError(path, f"has {got} for {data!r:.40} values of {dtype.itemsize} bytes")
@@ -246,13 +259,21 @@ def _buffer(dtype: np.dtype[Any]) -> tuple[_Encode, _Decode]:
     return encode_value, decode_value
 
 
-def _decode_params(data: Any, path: str, buffers: Iterator[Frame]) -> SamplingParams:
+def _decode_ints(data: Any, path: str, incoming: _Incoming) -> list[int]:
+    values = unpack_ints(data, path)
+    incoming.num_values_left -= len(values)
+    if incoming.num_values_left < 0:
+        raise ProtocolError(path, f"brings the message's columns to more than {MAX_COLUMN_VALUES} values")
+    return values
+
+
+def _decode_params(data: Any, path: str, incoming: _Incoming) -> SamplingParams:
     if type(data) is not dict:
         raise RequestError(f"params must be a map, got {type(data).__name__}", field="params")
     return SamplingParams.from_wire(data)
 
 
-def _decode_scalars(data: Any, path: str, buffers: Iterator[Frame]) -> Any:
+def _decode_scalars(data: Any, path: str, incoming: _Incoming) -> Any:
     if type(data) is not dict or len(data) > MAX_ITEMS:
         raise ProtocolError(path, "must be a map")
     for key, value in data.items():
@@ -267,7 +288,7 @@ _PLAIN: dict[Any, tuple[_Encode, _Decode]] = {
     _key(bytes): _exactly(bytes, "bytes"),
     _key(bool): _exactly(bool, "a boolean"),
     _key(float): (_same, _decode_float),
-    _key(Ints): (lambda value, buffers: pack_ints(value), lambda data, path, buffers: unpack_ints(data, path)),
+    _key(Ints): (lambda value, buffers: pack_ints(value), _decode_ints),
     _key(IdBuffer): _buffer(np.dtype("<i4")),
     _key(FloatBuffer): _buffer(np.dtype("<f4")),
     _key(Scalars): (_same, _decode_scalars),

@@ -1,6 +1,5 @@
 """How a client wants its tokens chosen, and when generation ends."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -80,6 +79,8 @@ class SamplingParams:
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
                 raise _refused("stop", text, f"each must have 1 to {MAX_STOP_STRING_CHARS} characters")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise _refused("stop", text, "must be valid Unicode text, without lone surrogates")
         _freeze_items(self, "stop_token_ids", int, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
@@ -104,10 +105,15 @@ class SamplingParams:
 
 
 def _refused(field: str, value: Any, rule: str) -> RequestError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return RequestError(f"{field}={shown} {rule}", field=field)
+    return RequestError(f"{field}={_shown(value)} {rule}", field=field)
+
+
+def _shown(value: Any) -> str:
+    """At most 80 characters; Python itself refuses to print integers of more than 4300 digits."""
+    if type(value) is int and value.bit_length() > 256:
+        return f"(an integer of {value.bit_length()} bits)"
+    shown = repr(value[:80]) if isinstance(value, (str, bytes)) else repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _check_int(field: str, value: Any, low: int, high: int) -> None:
@@ -120,7 +126,7 @@ def _check_int(field: str, value: Any, low: int, high: int) -> None:
 def _check_number(field: str, value: Any, low: float, high: float) -> None:
     if type(value) not in (int, float):
         raise _refused(field, value, "must be a number")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN is in no range
         raise _refused(field, value, f"must be between {low:g} and {high:g}")
 
 

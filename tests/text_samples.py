@@ -21,7 +21,10 @@ _ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJ", "0123456789", "     \n\t", ".,;:!?'\"-()[]{}", "äöüßéèñçøåž", "абвгдежз", "αβγδε",
     "日本語中文字한국어", "ابتثج", "😀👩💻🏳🌈\u200d\ufe0f", "\u0000\u00ad\u2028\u3000",
 )  # fmt: skip
-_WORDS = "the of and to in a is that for it as was with be by on not he I this are or his from at which but have an had".split()
+_WORDS = (
+    "the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not",
+    "he", "I", "this", "are", "or", "his", "from", "at", "which", "but", "have", "an", "had",
+)  # fmt: skip
 
 
 def samples(count: int = 360) -> list[str]:

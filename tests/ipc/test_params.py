@@ -1,0 +1,139 @@
+"""Is every sampling parameter out of range refused with its field, its value and the rule?"""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.errors import RequestError
+from ipc.params import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
+    SamplingParams,
+)
+
+NOT_INTEGERS: list[Any] = [1.0, "1", True, [1], b"1", {}]
+NOT_NUMBERS: list[Any] = ["1", True, [1.0], None, {}]
+NOT_BOOLEANS: list[Any] = [0, 1, "true", None, []]
+
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "max_tokens": ([0, -1, MAX_TOKENS + 1, 10**5000, -(10**5000)], f"must be between 1 and {MAX_TOKENS}"),
+    "temperature": ([-0.1, 100.5, float("nan"), float("inf"), float("-inf"), 10**400], "must be between 0 and 100"),
+    "top_k": ([-1, MAX_TOKEN_ID + 1, 1 << 64], f"must be between 0 and {MAX_TOKEN_ID}"),
+    "top_p": ([-0.5, 1.01, float("nan"), float("inf"), 2, 10**400], "must be between 0 and 1"),
+    "seed": ([-1, MAX_SEED + 1, 1 << 64, 10**5000], f"must be between 0 and {MAX_SEED}"),
+    "stop": ([[""], "", "x" * (MAX_STOP_STRING_CHARS + 1), ["a", "x" * 5000]],
+             f"each must have 1 to {MAX_STOP_STRING_CHARS} characters"),
+    "stop_token_ids": ([[-1], [1, MAX_TOKEN_ID + 1], -1, [10**5000]], f"must be between 0 and {MAX_TOKEN_ID}"),
+    "logprobs": ([-1, MAX_LOGPROBS + 1, 10**6], f"must be between 0 and {MAX_LOGPROBS}"),
+    "prompt_logprobs": ([-1, MAX_LOGPROBS + 1], f"must be between 0 and {MAX_LOGPROBS}"),
+}  # fmt: skip
+
+WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
+    **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs"), (NOT_INTEGERS, "must be an integer")),
+    "top_k": ([*NOT_INTEGERS, None], "must be an integer"),
+    **dict.fromkeys(("temperature", "top_p"), (NOT_NUMBERS, "must be a number")),
+    "stop": ([5, None, [5], ["a", None], {"a"}, [b"a"], iter("a")], "must be a list of str values"),
+    "stop_token_ids": ([1.5, None, "5", ["5"], [True], [None], {5}], "must be a list of int values"),
+    **dict.fromkeys(
+        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), (NOT_BOOLEANS, "must be true or false")
+    ),
+}
+
+CASES = [(name, value, rule) for table in (REFUSED, WRONG_TYPES) for name, (values, rule) in table.items() for value in values]
+
+
+def refused(**values: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    return caught.value
+
+
+def test_the_cases_cover_every_field() -> None:
+    names = {f.name for f in fields(SamplingParams)}
+    assert set(WRONG_TYPES) == names
+    assert set(REFUSED) == names - {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), CASES, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)])
+def test_out_of_range_names_field_value_and_rule(name: str, value: Any, rule: str) -> None:
+    error = refused(**{name: value})
+    assert (error.field, error.code) == (name, "bad_request")
+    assert error.reason.startswith(f"{name}=") and rule in error.reason
+    assert len(error.reason) < 250
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("top_k", -3, "top_k=-3 "), ("temperature", 1e9, "temperature=1000000000.0 "), ("max_tokens", 10**5000, "an integer of 16610 bits"),
+     ("stop_token_ids", [4, -7], "stop_token_ids=-7 "), ("seed", "abc", "seed='abc' ")],
+    ids=["top_k", "temperature", "max_tokens", "stop_token_ids", "seed"],
+)  # fmt: skip
+def test_the_value_is_shown(name: str, value: Any, shown: str) -> None:
+    assert shown in refused(**{name: value}).reason
+
+
+def test_too_many_entries() -> None:
+    assert "stop has 17 entries; at most 16" in refused(stop=["a"] * (MAX_STOP_STRINGS + 1)).reason
+    assert "stop_token_ids has 257 entries" in refused(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)).reason
+
+
+def test_top_p_zero_is_refused() -> None:
+    assert "top_p=0 must be above 0 and at most 1" in refused(top_p=0).reason
+
+
+def test_text_that_can_not_travel_is_refused() -> None:
+    error = refused(stop=["a\ud800"])
+    assert error.field == "stop" and "valid Unicode" in error.reason
+    error.reason.encode()
+
+
+def test_the_edges_are_allowed() -> None:
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=MAX_TEMPERATURE, top_k=MAX_TOKEN_ID, top_p=1, seed=MAX_SEED, stop="x" * MAX_STOP_STRING_CHARS,
+        stop_token_ids=[0, MAX_TOKEN_ID], logprobs=MAX_LOGPROBS, prompt_logprobs=0,
+    )  # fmt: skip
+    assert params.stop == ("x" * MAX_STOP_STRING_CHARS,)
+    assert params.stop_token_ids == (0, MAX_TOKEN_ID)
+    assert SamplingParams(temperature=0, top_p=1e-9, seed=0, max_tokens=1, stop_token_ids=7).stop_token_ids == (7,)
+
+
+def test_lists_are_frozen_copies() -> None:
+    stops = ["a"]
+    params = SamplingParams(stop=stops)  # type: ignore[arg-type]
+    stops.append("b")
+    assert params.stop == ("a",)
+    with pytest.raises(AttributeError):
+        params.top_k = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(SamplingParams)])
+def test_a1_null_on_the_wire_is_unset(name: str) -> None:
+    assert SamplingParams.from_wire({name: None}) == SamplingParams()
+
+
+def test_unknown_names_are_refused() -> None:
+    for name in ("topk", "", "__class__", 5, b"top_k"):
+        with pytest.raises(RequestError, match="is not a known sampling parameter"):
+            SamplingParams.from_wire({name: 1})
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, MAX_TOKENS), temperature=st.floats(0, 100), top_k=st.integers(0, MAX_TOKEN_ID),
+        top_p=st.floats(0, 1, exclude_min=True), seed=st.none() | st.integers(0, MAX_SEED),
+        stop=st.lists(st.text(min_size=1, max_size=5), max_size=4), stop_token_ids=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=4),
+        ignore_eos=st.booleans(), logprobs=st.none() | st.integers(0, 20),
+    )
+)  # fmt: skip
+def test_any_valid_object_survives_the_wire(params: SamplingParams) -> None:
+    assert SamplingParams.from_wire(params.to_wire()) == params
