@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from ipc.channel import open_socket, receive_now
+from ipc.channel import open_socket, receive_now, try_send
 from ipc.codec import decode, encode
 from ipc.messages import (
     AbortRequest,
@@ -63,6 +63,7 @@ class FakeCore:
     reply: Reply = stay_silent
     answers_attach: bool = True
     answers_control: bool = True
+    answers_abort: bool = True
     endpoint: str = "tcp://127.0.0.1:0"
     address: str = ""
     received: "queue.SimpleQueue[tuple[bytes, Any]]" = field(default_factory=queue.SimpleQueue)
@@ -116,7 +117,7 @@ class FakeCore:
             is_last = isinstance(message, RequestFailed) or getattr(message, "finish_reason", None) is not None
             if is_last:
                 self.open_requests.discard((client, message.request_id))
-            self._router.send_multipart([client, *frames])
+            try_send(self._router, [client, *frames])
 
         self._post(act)
 
@@ -150,7 +151,7 @@ class FakeCore:
             if isinstance(message, AddRequest):
                 self.open_requests.add((client, message.request_id))
                 self.reply(self, client, message)
-            elif isinstance(message, AbortRequest) and (client, message.request_id) in self.open_requests:
+            elif isinstance(message, AbortRequest) and self.answers_abort and (client, message.request_id) in self.open_requests:
                 self.output(client, message.request_id, [], finish_reason=message.reason)
             elif isinstance(message, Attach) and self.answers_attach:
                 self.send(client, replace(self.info))
