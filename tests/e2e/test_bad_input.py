@@ -143,7 +143,7 @@ def engine(engines: EnginePool, checkpoints: Checkpoints) -> Engine:
 def beside(engine: Engine, tiny_oracle: TinyOracle, excused: list[Excused]) -> Iterator[Callable[[], None]]:
     """Call it before each broken thing: a stream of known ids then runs. Its ids are checked at the end."""
     client = RawClient(engine.address)
-    stream = Beside(client=client, expected=tiny_oracle.expect(50, [20], 700)[0])
+    stream = Beside(client=client, expected=tiny_oracle.expect(50, [20], 300)[0])
     yield stream.run
     excused += stream.check()
     client.close()

@@ -67,26 +67,27 @@ def test_number_8_the_source_check_sees(source: str) -> None:
 
 
 @pytest.mark.e2e
-def test_number_8_a_running_engine_never_pickles(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Ranks and core of two agents, from start to end, with requests of every kind between.
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_number_8_a_running_engine_never_pickles(num_nodes: int, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Ranks and core, of one agent and of two, from start to end, with requests of every kind between.
 
     torchrun's own rendezvous lives in the agents, which are left aside.
     """
     log = tmp_path / "log"
     env = {"PYTHONPATH": f"{WATCH}:{ROOT}", "BRIGADE_PICKLE_LOG": str(log)}
-    for options in ({}, {"launcher": "torchrun", "num_nodes": 2}):
-        with serve(checkpoints.fx_r, env=env, **options) as engine:
-            probe = "import pickle; pickle.loads(pickle.dumps(1))"
-            assert _run_here(probe, engine.environment) == 0
-            client = engine.raw
-            streams = [
-                client.submit([5] * 40, max_tokens=8, temperature=0, logprobs=2, prompt_logprobs=2),
-                client.submit([6] * 3, max_tokens=8, seed=1),
-                client.submit([7] * 3, max_tokens=500, ignore_eos=True),
-            ]
-            client.pump_until(lambda: bool(streams[-1].token_ids), 20, lambda: "no token")  # noqa: B023
-            client.abort(streams[-1].request_id)
-            client.wait(streams, 30)
+    launcher = "brigade" if num_nodes == 1 else "torchrun"
+    with serve(checkpoints.fx_r, env=env, launcher=launcher, num_nodes=num_nodes) as engine:
+        probe = "import pickle; pickle.loads(pickle.dumps(1))"
+        assert _run_here(probe, engine.environment) == 0
+        client = engine.raw
+        streams = [
+            client.submit([5] * 40, max_tokens=8, temperature=0, logprobs=2, prompt_logprobs=2),
+            client.submit([6] * 3, max_tokens=8, seed=1),
+            client.submit([7] * 3, max_tokens=500, ignore_eos=True),
+        ]
+        client.pump_until(lambda: bool(streams[-1].token_ids), 20, lambda: "no token")
+        client.abort(streams[-1].request_id)
+        client.wait(streams, 30)
     uses = [json.loads(line) for line in log.read_text().splitlines()]
     assert any(probe in use["words"] for use in uses), "the watch saw nothing at all"
     ours = [u for u in uses if {"scripts.serve", "engine.core_main"} & set(u["words"]) and not is_agent(u["words"])]

@@ -43,7 +43,8 @@ def killed(engine: Engine, victim: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher, victim", [("brigade", "agent"), ("brigade", "launcher"), ("torchrun", "agent")]
+    "launcher, victim",
+    [("brigade", "agent"), ("brigade", "launcher"), pytest.param("torchrun", "agent", marks=pytest.mark.slow)],
 )
 def test_p2_nothing_outlives_its_parent(
     launcher: str, victim: str, checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused]
@@ -82,7 +83,7 @@ def check_interrupted(engine: Engine) -> None:
         engine.kill()
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after_s", [1.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.5, 2.5, 3.5, 5.0))])
 def test_p3_ctrl_c_while_starting(after_s: float, times: int, checkpoints: Checkpoints) -> None:
     """At imports, at the meeting of the ranks, while loading, while warming up: wherever that finds it."""
@@ -101,6 +102,7 @@ def test_p3_ctrl_c_while_loading_a_larger_model(demo_model: Path) -> None:
         check_interrupted(engine)
 
 
+@pytest.mark.slow
 def test_p3_ctrl_c_when_idle(checkpoints: Checkpoints) -> None:
     engine = start(checkpoints.fx_r)
     try:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from tests import tiny
 from tests.conftest import Checkpoints
 from tests.e2e.compare import check_against
 from tests.e2e.conftest import TinyOracle
-from tests.e2e.harness import READY_S, Failure, fail_to_start, serve
+from tests.e2e.harness import Engine, EnginePool, Failure, fail_to_start, serve, start
+from tests.e2e.test_parity import FLAGS
 from tests.oracle import Excused
 
 pytestmark = pytest.mark.e2e
@@ -222,11 +223,18 @@ def test_u1_address_in_use(checkpoints: Checkpoints) -> None:
 def test_the_default_address_in_use_is_no_fault(
     checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused]
 ) -> None:
-    """Two engines without --listen: the second takes a free port and says so."""
-    with serve(checkpoints.fx_r, pp=1, listen=None) as first, serve(checkpoints.fx_r, pp=1, listen=None) as second:
-        assert first.address != second.address
-        for engine in (first, second):
+    """Two engines without --listen, started together: one takes a free port, and both say where they are."""
+    both = [start(checkpoints.fx_r, pp=1, listen=None) for _ in range(2)]
+    try:
+        for engine in both:
+            engine.wait_ready()
+        assert both[0].address != both[1].address
+        for engine in both:
             excused += check_against(engine.raw, tiny_oracle.expect(8, [9], 8), concurrency=1)
+            engine.stop()
+    finally:
+        for engine in both:
+            engine.kill()
 
 
 # ---------------------------------------------------------------------------------------------- odd surroundings
@@ -249,20 +257,30 @@ def test_u3_a_local_path_needs_no_network(
         excused += check_against(engine.raw, tiny_oracle.expect(3, [9, 40], 8), concurrency=2)
 
 
-@pytest.mark.parametrize("user_value", [None, "1"])
-def test_u6_threads_per_rank(user_value: str | None, checkpoints: Checkpoints) -> None:
-    cores = len(os.sched_getaffinity(0))
-    expected = int(user_value) if user_value else max(1, cores // 2)
-    env = {} if user_value is None else {"OMP_NUM_THREADS": user_value}
-    with serve(checkpoints.fx_r, env=env) as engine:
-        told = [int(m[1]) for line in engine.output.lines if (m := re.search(r"stage \d.*\b(\d+) thread", line))]
-        assert told == [expected] * 2, engine.output.tail()
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="with fewer cores the default is one thread as well")
-def test_u6_the_users_threads_win(checkpoints: Checkpoints) -> None:
+@pytest.fixture(scope="module")
+def with_two_threads(checkpoints: Checkpoints) -> Iterator[Engine]:
+    """A fresh engine whose user wants two threads a rank."""
     with serve(checkpoints.fx_r, env={"OMP_NUM_THREADS": "2"}) as engine:
-        assert re.search(r"stage 1.*\b2 threads", engine.output.tail(1000))
+        yield engine
+
+
+def threads_told(engine: Engine) -> list[int]:
+    return [int(m[1]) for line in engine.output.lines if (m := re.search(r"stage \d.*\b(\d+) thread", line))]
+
+
+def test_u6_ranks_share_the_cores(engines: EnginePool, checkpoints: Checkpoints) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_told(engines.get(checkpoints.fx_r, flags=FLAGS)) == [max(1, cores // 2)] * 2
+
+
+def test_u6_the_users_threads_win(with_two_threads: Engine) -> None:
+    assert threads_told(with_two_threads) == [2, 2]
+
+
+def test_ready_line_is_the_last_of_the_start(with_two_threads: Engine, checkpoints: Checkpoints) -> None:
+    lines = with_two_threads.output.lines
+    assert [i for i, line in enumerate(lines) if line.startswith("brigade ready:")] == [len(lines) - 1]
+    assert f"model={checkpoints.fx_r.name} stages=2 " in lines[-1]
 
 
 def test_p9_long_and_odd_paths(
@@ -278,14 +296,7 @@ def test_p9_long_and_odd_paths(
         excused += check_against(engine.raw, tiny_oracle.expect(9, [9, 40], 8), concurrency=2)
 
 
+@pytest.mark.slow
 def test_p9_a_listen_path_that_is_too_long(checkpoints: Checkpoints, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/{'x' * 120}"
     check_failure(fail_to_start(checkpoints.fx_r, listen=address), ["--listen", r"\b107\b"], names_rank=False)
-
-
-def test_ready_line_is_the_last_of_the_start(checkpoints: Checkpoints) -> None:
-    with serve(checkpoints.fx_r) as engine:
-        ready = [i for i, line in enumerate(engine.output.lines) if line.startswith("brigade ready:")]
-        assert ready == [len(engine.output.lines) - 1], engine.output.tail()
-        assert f"model={checkpoints.fx_r.name} stages=2 " in engine.output.lines[-1]
-        assert engine.start_s < READY_S

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,8 @@ def test_d4_what_was_sent_is_never_sent_again(engines: EnginePool, scripted: tup
 
 def random_bytes(client: Client, model: Path, count: int) -> int:
     """Random tokens, most of which are no text; returns how many replacement characters came."""
-    num_cut = 0
-    for seed in range(count):
+
+    def one(seed: int) -> int:
         params = SamplingParams(temperature=1.0, max_tokens=32, seed=seed, ignore_eos=True)
         outputs = list(client.generate([tiny.BOS, 3 + seed % 256], params))
         last = outputs[-1]
@@ -122,8 +123,10 @@ def random_bytes(client: Client, model: Path, count: int) -> int:
         text = "".join(o.delta for o in outputs)
         text.encode("utf-8")
         assert text == last.text == decoded(model, list(last.token_ids))
-        num_cut += text.count(CUT)
-    return num_cut
+        return text.count(CUT)
+
+    with ThreadPoolExecutor(8) as threads:
+        return sum(threads.map(one, range(count)))
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
