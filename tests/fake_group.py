@@ -73,7 +73,7 @@ class FakeGroup:
                 poller.register(socket, zmq.POLLIN)
                 socket.send_multipart(encode(self._hello(rank)))
             self._serve(sockets, poller)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 raised again by stop()
             self.failure = error
         finally:
             for socket in sockets:

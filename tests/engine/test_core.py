@@ -20,7 +20,16 @@ from ipc.channel import open_socket, receive_within
 from ipc.codec import decode, encode
 from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError, PeerLost
-from ipc.messages import AbortRequest, AddRequest, Attach, Control, ControlReply, ModelInfo, RequestFailed, RequestOutput
+from ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    Attach,
+    Control,
+    ControlReply,
+    ModelInfo,
+    RequestFailed,
+    RequestOutput,
+)
 from ipc.params import SamplingParams
 from scripts.core_process import FoundCore, ensure_core
 from tests.fake_group import FakeGroup
