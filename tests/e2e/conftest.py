@@ -60,7 +60,7 @@ def excused(record_property: Callable[[str, object], None]) -> Iterator[list[Exc
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Shows every different id that the gap rule let pass, with its gap."""
-    for report in terminalreporter.getreports("passed"):
+    for report in terminalreporter.getreports(""):
         for name, one in report.user_properties:
             if name == "excused" and report.when == "teardown":
                 terminalreporter.write_line(
