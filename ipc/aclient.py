@@ -183,6 +183,8 @@ class _AsyncConnection:
             self._close_sockets(linger_s=0)
             raise
         self._tasks = [self.loop.create_task(self._watch_connection()), self.loop.create_task(self._read_answers())]
+        for task in self._tasks:
+            task.add_done_callback(self._note_failed_task)
 
     async def wait_attached(self, timeout_s: float) -> ModelInfo:
         try:
@@ -242,14 +244,22 @@ class _AsyncConnection:
                 self.send(self._hello)
             elif kind == zmq.EVENT_DISCONNECTED and self.attached.done():
                 break
-        while await self._dealer.poll(0):
-            self._read(await self._dealer.recv_multipart())
         self._tasks[1].cancel()
+        self._read_waiting()
         self._end(f"the core at {self.address} is gone", 0)
 
     async def _read_answers(self) -> None:
         while True:
-            self._read(await self._dealer.recv_multipart())
+            await self._dealer.poll()
+            self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        """Nothing is awaited between taking a message and delivering it, so that no cancellation can lose one."""
+        while True:
+            taken = cast("asyncio.Future[list[bytes]]", self._dealer.recv_multipart(zmq.NOBLOCK))
+            if isinstance(taken.exception(), zmq.Again):
+                return
+            self._read(taken.result())
 
     def _read(self, frames: list[bytes]) -> None:
         try:
@@ -285,6 +295,12 @@ class _AsyncConnection:
         if is_final(answer):
             del self._streams[request_id]
         inbox.put_nowait(Failure(error_of(answer)) if isinstance(answer, RequestFailed) else answer)
+
+    def _note_failed_task(self, task: "asyncio.Task[None]") -> None:
+        """A reader that fails must not leave others waiting for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the client's reader failed", exc_info=error)
+            self._end("the client's reader failed", 0)
 
     def _end(self, reason: str, linger_s: float) -> None:
         if self.lost is not None:

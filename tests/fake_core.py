@@ -1,5 +1,6 @@
 """A core without a scheduler: a ROUTER in a thread that speaks the real messages and answers as a test tells it to."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -73,13 +74,16 @@ class FakeCore:
     _router: Any = None
     _wakers: Any = None
     _thread: Any = None
+    _is_alive: bool = True
 
     def __enter__(self) -> "FakeCore":
         self._context = zmq.Context()
-        self._router = open_socket(self._context, zmq.ROUTER, linger_ms=200)
+        self._router = open_socket(self._context, zmq.ROUTER, linger_ms=2000)
         self._router.bind(self.endpoint)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._wakers = socket.socketpair()
+        for waker in self._wakers:
+            waker.setblocking(False)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
@@ -94,6 +98,10 @@ class FakeCore:
             self._thread.join(DEADLINE_S)
         for waker in self._wakers:
             waker.close()
+
+    def stop_soon(self) -> None:
+        """Die when everything posted before was sent; callable from a reply."""
+        self._post(None)
 
     def next(self, kind: type) -> tuple[bytes, Any]:
         """The next received message of a type, and its client; others are skipped. Raises queue.Empty."""
@@ -123,26 +131,30 @@ class FakeCore:
 
     def _post(self, act: Callable[[], None] | None) -> None:
         self._posted.put(act)
-        self._wakers[0].send(b"\0")
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting already
+            self._wakers[0].send(b"\0")
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wakers[1].fileno(), zmq.POLLIN)
-        is_alive = True
-        while is_alive:
+        while self._is_alive:
             for ready, _ in poller.poll():
                 if ready is self._router:
                     self._receive()
                 else:
-                    for _ in self._wakers[1].recv(1 << 16):
-                        act = self._posted.get()
-                        if act is None:
-                            is_alive = False
-                            break
-                        act()
+                    self._wakers[1].recv(1 << 16)
+            self._act()
         self._router.close()
         self._context.term()
+
+    def _act(self) -> None:
+        while self._is_alive and not self._posted.empty():
+            act = self._posted.get()
+            if act is None:
+                self._is_alive = False
+            else:
+                act()
 
     def _receive(self) -> None:
         while (frames := receive_now(self._router)) is not None:

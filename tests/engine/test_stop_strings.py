@@ -1,13 +1,13 @@
 """Is a stop string found wherever tokens cut it, and is nothing else held back? (D2 A5)"""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.stop_strings import StopStrings
 
-STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
-PIECES = st.lists(st.text("abc", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+PIECES = st.lists(st.text("abc", min_size=1, max_size=4), max_size=12)
 
 
 def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, str | None]:
@@ -26,11 +26,13 @@ def reference(stops: list[str], text: str, *, include: bool = False) -> tuple[st
     return text, None
 
 
+@settings(max_examples=500)
 @given(STOPS, PIECES, st.booleans())
 def test_the_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
     assert run(stops, pieces, include=include) == reference(stops, "".join(pieces), include=include)
 
 
+@settings(max_examples=500)
 @given(STOPS, PIECES)
 def test_only_what_may_still_become_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
     matcher = StopStrings(stops)
@@ -59,6 +61,9 @@ def test_only_what_may_still_become_a_stop_string_is_held_back(stops: list[str],
         (["STOP"], ["ST", "O", "ST", "OP!"], "STO", "STOP"),
         (["never"], ["nev", "nev", "ne"], "nevnevne", None),
         ([], ["a", "b"], "ab", None),
+        (["b", "ab"], ["xab"], "x", "ab"),
+        (["aab"], ["aa", "ab"], "a", "aab"),
+        (["ababc"], ["abab", "abc"], "ab", "ababc"),
     ],
 )
 def test_d2_cuts_inside_a_token(stops: list[str], pieces: list[str], text: str, matched: str | None) -> None:
