@@ -1,6 +1,5 @@
 """A text client's way in: prompts and messages to token ids, checked against the model's limits."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +103,3 @@ def _index(item: Any) -> int | None:
     if isinstance(item, bool) or not hasattr(item, "__index__"):
         return None
     return int(item.__index__())
-
-
-def generation_config(model: ModelInfo) -> dict[str, Any]:
-    """The model's own generation defaults, which nothing applies by itself."""
-    found: dict[str, Any] = json.loads(model.generation_config)
-    return found
