@@ -234,6 +234,7 @@ class Executor:
                 core_host=self._core_host,
                 store=store,
                 token_address=self._members[0].hello.token_address,
+                ranks_on_host=sum(other.hello.host == member.hello.host for other in self._members.values()),
             ))
             if lost:
                 return lost

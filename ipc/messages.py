@@ -113,6 +113,8 @@ class EpochStart:
     """FileStore path (one agent), or prefix of the agent's store (several)."""
     token_address: Text
     """Stage 0's address for SampledTokens."""
+    ranks_on_host: U32 = 1
+    """Ranks that share the receiver's host, itself included, whichever agent started them: they share its cores."""
 
 
 @part

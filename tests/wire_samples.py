@@ -39,7 +39,9 @@ COLUMNS = m.LogprobColumns(
 
 SAMPLES: list[Any] = [
     m.WorkerHello(rank=1, world_size=2, local_world_size=2, nonce=77, pid=99, host="h", key="k", token_address="ipc://t"),
-    m.EpochStart(core_id=1, epoch=2, nonce=77, core_pid=9, core_host="h", store="/s", token_address="ipc://t"),
+    m.EpochStart(
+        core_id=1, epoch=2, nonce=77, core_pid=9, core_host="h", store="/s", token_address="ipc://t", ranks_on_host=2,
+    ),
     m.WorkerLoaded(
         core_id=1, epoch=2, rank=1, groups=(GROUP,), bytes_per_block=4096, free_bytes=1 << 33, device="cpu",
         weight_bytes=1 << 20, load_s=0.5, num_threads=2,

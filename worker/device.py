@@ -39,6 +39,6 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     return DTYPES[wanted]
 
 
-def choose_num_threads(asked: int | None, local_world_size: int) -> int:
+def choose_num_threads(asked: int | None, ranks_on_host: int) -> int:
     """What was asked for, else this rank's share of the cores that this process may use."""
-    return asked or max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return asked or max(1, len(os.sched_getaffinity(0)) // ranks_on_host)

@@ -70,13 +70,13 @@ def connect_epoch(settings: WorkerSettings, start: EpochStart) -> Group:
     )
 
 
-def load_stage(settings: WorkerSettings, topology: Topology) -> LoadedStage:
+def load_stage(settings: WorkerSettings, topology: Topology, *, ranks_on_host: int = 1) -> LoadedStage:
     """Build this rank's layers and read their weights. Raises ConfigError for all that no restart can cure."""
     config = settings.config
     layers = split_layers(config.num_layers, topology.num_stages, settings.partition)[topology.stage]
     device = resolve_device(settings.device, settings.local_rank)
     dtype = resolve_dtype(settings.dtype, config.dtype, device)
-    num_threads = choose_num_threads(settings.num_threads, settings.local_world_size)
+    num_threads = choose_num_threads(settings.num_threads, max(ranks_on_host, settings.local_world_size))
     torch.set_num_threads(num_threads)
     backend = select_backend(
         settings.attention_backend,
@@ -145,9 +145,9 @@ def _memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation into a ConfigError."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text
         if not is_memory:
             raise
         raise ConfigError(field, f"no memory for {what} ({text}); {remedy}") from None

@@ -153,7 +153,7 @@ class Worker:
         """Until the core says Shutdown. Raises ConfigError, PeerLost, ProtocolError."""
         try:
             start = self._next(EpochStart)
-            loaded = load_stage(self._settings, self._topology)
+            loaded = load_stage(self._settings, self._topology, ranks_on_host=start.ranks_on_host)
             self._report_loaded(start, loaded)
             stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded)
         except _ShutdownRequested:
