@@ -111,7 +111,7 @@ class EngineCore:
         except Exception:
             logger.exception("the core's loop failed")
             exit_code = 1
-        self._end("the engine was stopped" if exit_code == 0 else "the engine failed")
+        self._end("the engine was stopped" if exit_code == 0 else "the engine failed", exit_code)
         return exit_code
 
     def _turn(self) -> None:
@@ -181,9 +181,10 @@ class EngineCore:
         except ProcessLookupError:
             logger.info("the agent is gone already")
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, exit_code: int) -> None:
         self._fail_all(RequestError(reason, code="unavailable"))
-        self._executor.shut_down(reason)
+        # After a failure of the core alone, ranks that end with 1 are started again, and bring up another core.
+        self._executor.shut_down(reason, exit_code=exit_code)
         self._gateway.close(LAST_WORDS_MS)
         self._worker_socket.close(LAST_WORDS_MS)
         self._context.term()

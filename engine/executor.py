@@ -134,10 +134,10 @@ class Executor:
         """Send one step to every rank: encoded once, the same bytes to each."""
         return self._broadcast(encode(plan))
 
-    def shut_down(self, reason: str) -> None:
-        """Ask every rank that was heard of to end with exit code 0."""
+    def shut_down(self, reason: str, *, exit_code: int = 0) -> None:
+        """Ask every rank that was heard of to end with this exit code."""
         for member in self._members.values():
-            message = Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason)
+            message = Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason, exit_code=exit_code)
             try_send(self._socket, [member.identity, *encode(message)])
 
     def missing_ranks(self) -> list[int]:
@@ -267,7 +267,7 @@ class Executor:
     def _end_epoch(self, cause: str, *, fatal: bool) -> list[Event]:
         was_ready = self.phase is Phase.READY
         if fatal:
-            self.shut_down(cause)
+            self.shut_down(cause, exit_code=1)
         self.phase = Phase.GATHERING
         self._members.clear()
         self._plan = None

@@ -185,11 +185,13 @@ class WorkerFailed:
 
 @message(tag=7)
 class Shutdown:
-    """core -> worker: finish; exit with code 0."""
+    """core -> worker: finish the step in progress and end."""
 
     core_id: U64
     epoch: U32
     reason: Text
+    exit_code: Annotated[int, Bounds(0, 255)] = 0
+    """0 when the engine was asked to end, 1 when it had to."""
 
 
 @message(tag=8)

@@ -35,6 +35,7 @@ class FakeGroup:
         self.epoch_start: EpochStart | None = None
         self.num_steps = 0
         self.shut_down = threading.Event()
+        self.exit_code: int | None = None
         self.failure: BaseException | None = None
         self._address = address
         self._key = key
@@ -107,6 +108,7 @@ class FakeGroup:
                         self.num_steps += 1
                         socket.send_multipart(encode(worker.receive()))
                     elif isinstance(message, Shutdown):
+                        self.exit_code = message.exit_code
                         self.shut_down.set()
 
     def _hello(self, rank: int) -> WorkerHello:

@@ -49,7 +49,7 @@ SAMPLES: list[Any] = [
     m.KVCacheConfig(core_id=1, epoch=2, num_blocks=300, block_size=16, max_model_len=1024, groups=(GROUP,)),
     m.WorkerReady(core_id=1, epoch=2, rank=1, kv_bytes=1 << 24, warmup_s=0.25),
     m.WorkerFailed(core_id=1, epoch=2, rank=1, cause="out of memory", fatal=True),
-    m.Shutdown(core_id=1, epoch=2, reason="drained"),
+    m.Shutdown(core_id=1, epoch=2, reason="drained", exit_code=1),
     m.Heartbeat(core_id=1, epoch=2),
     m.StageReport(
         core_id=1, epoch=2, rank=1, num_steps=12, busy_s=1.5, plan_wait_s=0.5, receive_wait_s=0.25, token_wait_s=0.0,

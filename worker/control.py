@@ -81,6 +81,7 @@ class ControlThread(threading.Thread):
         self._core_fd: int | None = None
         self._is_stopping = False
         self._shutdown_at: float | None = None
+        self._shutdown_code = 0
         self._started_at = self._heard_at = time.monotonic()
         self._next_tick = 0.0
         self._tick_s = min(TICK_S, settings.health_timeout_s / 4)
@@ -90,6 +91,11 @@ class ControlThread(threading.Thread):
     def is_shutting_down(self) -> bool:
         """Whether the core asked this rank to end; neighbours end at the same time, so a lost peer is no fault then."""
         return self._shutdown_at is not None
+
+    @property
+    def shutdown_code(self) -> int:
+        """The exit code that the core's Shutdown asks for."""
+        return self._shutdown_code
 
     def post(self, message: object) -> None:
         """Send to the core, in order. The message's arrays must not change any more."""
@@ -141,7 +147,7 @@ class ControlThread(threading.Thread):
             self._end(1, "the core's process ended")
         now = time.monotonic()
         if self._shutdown_at is not None and now >= self._shutdown_at:
-            self._end(0, "the step in progress took too long to wait for")
+            self._end(self._shutdown_code, "the step in progress took too long to wait for")
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
             self._tick(socket, now)
@@ -208,6 +214,7 @@ class ControlThread(threading.Thread):
             return
         self._heard_at = time.monotonic()
         if isinstance(message, Shutdown) and self._shutdown_at is None:
+            self._shutdown_code = message.exit_code
             self._shutdown_at = time.monotonic() + SHUTDOWN_S
         if not isinstance(message, Heartbeat):
             self.inbox.put(message)

@@ -93,7 +93,7 @@ def _run(worker: "Worker", control: ControlThread) -> int:
         raise
     except (PeerLost, ProtocolError) as error:
         if control.is_shutting_down:
-            return 0
+            return control.shutdown_code
         logger.error("%s", error)
         control.fail(str(error), fatal=False)
         return 1
@@ -101,7 +101,7 @@ def _run(worker: "Worker", control: ControlThread) -> int:
         logger.exception("this rank failed")
         control.fail(f"{type(error).__name__}: {error}", fatal=False)
         return 1
-    return 0
+    return control.shutdown_code
 
 
 def _hello(settings: WorkerSettings, nonce: int, token_inbox: TokenInbox | None) -> WorkerHello:

@@ -291,6 +291,7 @@ def test_a_fatal_fault_ends_the_agent_and_says_why(tmp_path: Path) -> None:
         group.fail("the disk is gone", fatal=True)
         assert engine.agent.wait(DEADLINE_S) == -signal.SIGTERM
         assert "rank 0: the disk is gone" in errors.read_text()
+        assert group.shut_down.wait(DEADLINE_S) and group.exit_code == 1
         engine.wait_for_end()
         group.stop()
 
@@ -343,7 +344,7 @@ def test_sigterm_drains_then_shuts_the_workers_down(tmp_path: Path) -> None:
         assert answer.code in ("unavailable", "duplicate")
         hold.set()
         assert client.collect("drains")[1] in ("length", "unavailable: the engine is shutting down")
-        assert group.shut_down.wait(DEADLINE_S)
+        assert group.shut_down.wait(DEADLINE_S) and group.exit_code == 0
         engine.agent.stdin.close()
         engine.wait_for_end()
         group.stop()
