@@ -128,7 +128,10 @@ class AsyncClient:
 
 
 class AsyncGeneration:
-    """The outputs of one request, in order. Leaving early, by ``aclose`` or by dropping it, aborts the request."""
+    """The outputs of one request, in order. Leaving early, by ``aclose`` or by dropping it, aborts the request.
+
+    So does cancelling the task that reads it, also by a deadline around a single ``anext``; see AsyncTokenStream.
+    """
 
     def __init__(self, stream: AsyncTokenStream, answer: Answer) -> None:
         self.request_id = stream.request_id

@@ -24,6 +24,7 @@ class Client:
     Raises:
         PeerLost: no engine answered at ``addr`` within ``timeout_s``.
         ConfigError: its tokenizer is not one that this version can read.
+        RequestError: ``addr`` is not an address, or ``timeout_s`` not a time to wait.
     """
 
     def __init__(self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S) -> None:

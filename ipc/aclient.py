@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import cast
 
@@ -22,6 +23,7 @@ from ipc.conversation import (
     add_request_frames,
     attach_frames,
     check_request_id,
+    check_timeout,
     connect,
     control_frames,
     error_of,
@@ -36,7 +38,8 @@ from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_Inbox = asyncio.Queue[RequestOutput | Failure]
+_Inbox = asyncio.Queue[RequestOutput | Failure | None]
+"""None stands behind the last output, for readers that wait in other tasks."""
 
 
 class AsyncTokenClient:
@@ -44,11 +47,14 @@ class AsyncTokenClient:
 
     When the core is lost every open stream and question raises PeerLost at once, and so does every later call: attach
     again.
+
+    Raises:
+        RequestError: ``timeout_s`` is not a time to wait; on attach also when ``address`` is not an address.
     """
 
     def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self._timeout_s = check_timeout(timeout_s)
         self._name = name
         self._connection: _AsyncConnection | None = None
 
@@ -122,7 +128,10 @@ class AsyncTokenClient:
 class AsyncTokenStream:
     """Outputs of one request, in order; ends behind the one that has a finish reason.
 
-    Closing it early (also by dropping it) aborts the request at the core.
+    Closing it early (also by dropping it) aborts the request at the core. So does cancelling: a stream whose reader is
+    cancelled, while it waits for an output or works on one, is closed, whoever still holds it. That includes a deadline
+    around a single output: after ``asyncio.wait_for(anext(stream), 1)`` timed out the stream is over, as a native
+    asynchronous generator would be; to wait in portions, put ``asyncio.shield`` around a task for ``anext(stream)``.
     """
 
     def __init__(self, connection: "_AsyncConnection", request_id: str, inbox: _Inbox) -> None:
@@ -130,6 +139,7 @@ class AsyncTokenStream:
         self._connection = connection
         self._inbox = inbox
         self._is_over = False
+        self._reader: weakref.ref[asyncio.Task[object]] | None = None
 
     def __aiter__(self) -> "AsyncTokenStream":
         return self
@@ -138,21 +148,46 @@ class AsyncTokenStream:
         """Raises RequestError when the core ends the request with an error, PeerLost when the core is gone."""
         if self._is_over:
             raise StopAsyncIteration
-        item = await self._inbox.get()
-        if isinstance(item, Failure):
+        self._note_reader()
+        try:
+            item = await self._inbox.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if item is None or isinstance(item, Failure):
             self._is_over = True
+            self._inbox.put_nowait(item)  # for the next task that waits
+            if item is None:
+                raise StopAsyncIteration
             raise item.error
-        self._is_over = item.finish_reason is not None
+        if item.finish_reason is not None:
+            self._is_over = True
+            self._inbox.put_nowait(None)
         return item
 
     def close(self, reason: str = "abort") -> None:
         """Stop reading; the request ends at the core if it had not. Idempotent."""
         if not self._is_over:
             self._is_over = True
+            self._inbox.put_nowait(None)
             self._connection.abandon_stream(self.request_id, self._inbox, reason)
 
     async def aclose(self) -> None:
         self.close()
+
+    def _note_reader(self) -> None:
+        """A task that is cancelled between two outputs keeps the stream in its traceback, maybe for long."""
+        task = asyncio.current_task()
+        if task is None or (self._reader is not None and self._reader() is task):
+            return
+        reader, stream = weakref.ref(task), weakref.ref(self)
+        self._reader = reader
+
+        def on_end(task: "asyncio.Task[object]") -> None:
+            if task.cancelled() and (left := stream()) is not None and left._reader is reader:
+                left.close()
+
+        task.add_done_callback(on_end)
 
     def __del__(self) -> None:
         if not self._is_over and not self._connection.loop.is_closed():
@@ -209,6 +244,7 @@ class _AsyncConnection:
             self.send(abort_frames(request_id, reason))
 
     async def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+        check_timeout(timeout_s)
         control_id = next(self._question_ids)
         answer = self._questions[control_id] = self.loop.create_future()
         self.send(control_frames(control_id, op))

@@ -27,6 +27,7 @@ from ipc.conversation import (
     add_request_frames,
     attach_frames,
     check_request_id,
+    check_timeout,
     connect,
     control_frames,
     error_of,
@@ -41,7 +42,8 @@ from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_Inbox = queue.SimpleQueue[RequestOutput | ModelInfo | ControlReply | Failure]
+_Inbox = queue.SimpleQueue[RequestOutput | ModelInfo | ControlReply | Failure | None]
+"""None stands behind the last output of a stream, for readers that wait in other threads."""
 
 
 class TokenClient:
@@ -52,12 +54,14 @@ class TokenClient:
 
     Raises:
         PeerLost: no core answered at ``address`` within ``timeout_s``.
+        RequestError: one of the two is not an address, or not a time to wait.
     """
 
     model: ModelInfo
     """What the core serves, as it was told on attach."""
 
     def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
+        check_timeout(timeout_s)
         self.address = address
         self._connection = _Connection(address, attach_frames(name))
         self._finalizer = weakref.finalize(self, self._connection.stop)
@@ -113,7 +117,8 @@ class TokenClient:
 class TokenStream:
     """Outputs of one request, in order; ends behind the one that has a finish reason.
 
-    Closing it early (also by dropping it) aborts the request at the core. Not to be shared between threads.
+    Closing it early (also by dropping it) aborts the request at the core. Threads that read one stream get different
+    outputs of it; when it is over, it is over for all of them.
     """
 
     def __init__(self, client: TokenClient, request_id: str, inbox: _Inbox) -> None:
@@ -130,17 +135,23 @@ class TokenStream:
         if self._is_over:
             raise StopIteration
         item = self._inbox.get()
-        if isinstance(item, Failure):
+        if item is None or isinstance(item, Failure):
             self._is_over = True
+            self._inbox.put(item)  # for the next thread that waits
+            if item is None:
+                raise StopIteration
             raise item.error
         output = cast(RequestOutput, item)
-        self._is_over = output.finish_reason is not None
+        if output.finish_reason is not None:
+            self._is_over = True
+            self._inbox.put(None)
         return output
 
     def close(self, reason: str = "abort") -> None:
         """Stop reading; the request ends at the core if it had not. Idempotent."""
         if not self._is_over:
             self._is_over = True
+            self._inbox.put(None)
             self._client._connection.abandon_stream(self.request_id, self._inbox, reason)
 
     def __enter__(self) -> "TokenStream":
@@ -216,6 +227,7 @@ class _Connection:
         self._post(partial(self._unsent.append, frames))
 
     def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+        check_timeout(timeout_s)
         self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
         control_id = next(self._question_ids)

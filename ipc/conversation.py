@@ -26,6 +26,9 @@ from ipc.params import MAX_TOKEN_ID, SamplingParams
 ATTACH_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 10.0
 
+MAX_TIMEOUT_S = 1e9
+"""Longer than anyone waits, and short enough for every kind of wait."""
+
 CLOSE_LINGER_S = 1.0
 """How long a closing client waits for its last aborts to leave."""
 
@@ -59,11 +62,21 @@ def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]
 
 
 def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Begin to connect. Raises RequestError for text that is no address."""
+    """Begin to connect. Raises RequestError for what is no address."""
+    if type(address) is not str:
+        raise RequestError(f"addr={_shown(address)} must be a text such as tcp://127.0.0.1:5757", field="addr")
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
         raise RequestError(f"addr={address!r} is not an address to connect to ({error})", field="addr") from None
+
+
+def check_timeout(timeout_s: float) -> float:
+    """The same number. Raises RequestError for one that nobody can wait for."""
+    if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        rule = f"timeout_s={_shown(timeout_s)} must be a number of seconds from 0 to {MAX_TIMEOUT_S:g}"
+        raise RequestError(rule, field="timeout_s")
+    return timeout_s
 
 
 def attach_frames(name: str) -> list[Frame]:

@@ -104,6 +104,37 @@ def test_text_that_is_no_address(address: str) -> None:
     run(go())
 
 
+@pytest.mark.parametrize("address", [None, 5757, b"tcp://127.0.0.1:1"])
+def test_what_is_no_text_at_all(address: Any) -> None:
+    with pytest.raises(RequestError, match="addr=.* must be a text such as tcp://") as caught:
+        TokenClient(address)
+    assert caught.value.field == "addr"
+
+    async def go() -> None:
+        with pytest.raises(RequestError, match="addr=.* must be a text"):
+            await AsyncTokenClient(address).attach()
+
+    run(go())
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), "5", None, True])
+def test_what_is_no_time_to_wait(timeout_s: Any) -> None:
+    for kind in (TokenClient, AsyncTokenClient):
+        with pytest.raises(RequestError, match="timeout_s=.* must be a number of seconds from 0 to 1e") as caught:
+            kind(DEAD, timeout_s=timeout_s)
+        assert caught.value.field == "timeout_s"
+    with FakeCore() as core, TokenClient(core.address) as client:
+        with pytest.raises(RequestError, match="timeout_s="):
+            client.stats(timeout_s)
+
+        async def go() -> None:
+            async with AsyncTokenClient(core.address) as client:
+                with pytest.raises(RequestError, match="timeout_s="):
+                    await client.health(timeout_s)
+
+        run(go())
+
+
 def test_a_core_that_comes_up_later_is_found(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/late"
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -315,6 +346,111 @@ def test_leaving_an_async_stream_early_aborts_the_request(how: str) -> None:
                     del task
                 gc.collect()
                 await asyncio.to_thread(wait_for_abort, core, "r")
+
+    run(go())
+
+
+@pytest.mark.parametrize("waits_for", ["output", "body", "deadline"])
+def test_a_cancelled_reader_aborts_though_its_error_is_kept(waits_for: str) -> None:
+    """The error's traceback holds the frame that holds the stream, so nothing is dropped."""
+
+    def first_token(core: FakeCore, client: bytes, request: AddRequest) -> None:
+        core.output(client, request.request_id, [3])
+
+    async def go() -> None:
+        with FakeCore(reply=first_token) as core:
+            async with AsyncTokenClient(core.address) as client:
+                stream, has_begun = client.generate([1], request_id="r"), asyncio.Event()
+
+                async def read() -> None:
+                    async for _ in stream:
+                        has_begun.set()
+                        if waits_for == "body":
+                            await asyncio.Event().wait()
+                        if waits_for == "deadline":
+                            await asyncio.wait_for(anext(stream), 0.05)
+
+                task = asyncio.create_task(read())
+                await has_begun.wait()
+                if waits_for != "deadline":
+                    task.cancel()
+                kept = await asyncio.gather(task, return_exceptions=True)
+                await asyncio.to_thread(wait_for_abort, core, "r")
+                assert isinstance(kept[0], (asyncio.CancelledError, TimeoutError))
+                assert [output async for output in stream] == []
+
+    run(go())
+
+
+def test_a_task_that_was_cancelled_elsewhere_does_not_end_a_stream_that_another_one_reads() -> None:
+    async def go() -> None:
+        with FakeCore() as core:
+            async with AsyncTokenClient(core.address) as client:
+                stream, has_read = client.generate([1], request_id="r"), asyncio.Event()
+                peer, _ = await asyncio.to_thread(core.next, AddRequest)
+
+                async def read_one_and_wait() -> None:
+                    await anext(stream)
+                    has_read.set()
+                    await asyncio.Event().wait()
+
+                task = asyncio.create_task(read_one_and_wait())
+                core.output(peer, "r", [3])
+                await has_read.wait()
+                core.output(peer, "r", [4])
+                assert (await anext(stream)).new_token_ids == [4]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                core.output(peer, "r", [5], finish_reason="length")
+                assert tokens_of([output async for output in stream]) == [5]
+
+    run(go())
+
+
+@pytest.mark.parametrize("end", ["output", "error", "close", "lost"])
+def test_no_reader_of_a_shared_stream_waits_for_ever(end: str) -> None:
+    with FakeCore() as core, TokenClient(core.address) as client:
+        stream = client.generate([1], request_id="r")
+        peer, _ = core.next(AddRequest)
+        endings: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                endings.put(str(tokens_of(list(stream))))
+            except (RequestError, PeerLost) as error:
+                endings.put(type(error).__name__)
+
+        threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        if end == "output":
+            core.output(peer, "r", [7], finish_reason="length")
+        elif end == "error":
+            core.fail(peer, "r", "internal", "broken")
+        elif end == "close":
+            stream.close()
+        else:
+            core.die()
+        ended = sorted(endings.get(timeout=DEADLINE_S) for _ in threads)
+        assert ended.count("[]") < 3 or end == "close"
+        assert list(stream) == []
+        for thread in threads:
+            thread.join(DEADLINE_S)
+
+
+def test_no_task_of_a_shared_stream_waits_for_ever() -> None:
+    async def go() -> None:
+        with FakeCore() as core:
+            async with AsyncTokenClient(core.address) as client:
+                stream = client.generate([1], request_id="r")
+                peer, _ = await asyncio.to_thread(core.next, AddRequest)
+
+                async def read() -> list[int]:
+                    return tokens_of([output async for output in stream])
+
+                tasks = [asyncio.create_task(read()) for _ in range(3)]
+                core.output(peer, "r", [7], finish_reason="length")
+                assert sorted(await asyncio.gather(*tasks)) == [[], [], [7]]
 
     run(go())
 
