@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.text import gguf_tokenizer
+from engine.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 
 
@@ -28,25 +29,49 @@ def read_text_files(model_path: str) -> TextFiles:
         ConfigError: a file is broken, or the tokenizer is of a kind that is not supported.
     """
     path = Path(model_path)
-    if path.is_file():
-        tokenizer, config, template = gguf_tokenizer.convert(path)
-        return TextFiles(tokenizer=tokenizer, tokenizer_config=config, chat_template=template)
-    if not path.is_dir():
-        raise ConfigError("MODEL", f"{model_path!r} is neither a folder nor a file")
-    config_object = _read_object(path / "tokenizer_config.json")
-    extra = _read_object(path / "special_tokens_map.json")
+    try:
+        if path.is_file():
+            tokenizer, config, template = gguf_tokenizer.convert(path)
+            _check_tokenizer(path, tokenizer, config)
+            return TextFiles(tokenizer=tokenizer, tokenizer_config=config, chat_template=template)
+        if path.is_dir():
+            return _read_folder(path)
+    except OSError as error:
+        raise ConfigError("MODEL", f"cannot read {error.filename or model_path}: {error.strerror}") from None
+    raise ConfigError("MODEL", f"{model_path!r} is neither a folder nor a file")
+
+
+def _read_folder(folder: Path) -> TextFiles:
+    config_file, generation_file = folder / "tokenizer_config.json", folder / "generation_config.json"
+    config_object = _read_object(config_file)
+    extra = _read_object(folder / "special_tokens_map.json")
+    config = _as_json(extra | config_object, config_file)
+    tokenizer = _read_tokenizer(folder)
+    if tokenizer:
+        _check_tokenizer(folder / "tokenizer.json", tokenizer, config)
     return TextFiles(
-        tokenizer=_read_tokenizer(path),
-        tokenizer_config=json.dumps(extra | config_object, ensure_ascii=False).encode(),
-        chat_template=_read_template(path, config_object),
-        generation_config=json.dumps(_read_object(path / "generation_config.json"), ensure_ascii=False).encode(),
+        tokenizer=tokenizer,
+        tokenizer_config=config,
+        chat_template=_read_template(folder, config_object),
+        generation_config=_as_json(_read_object(generation_file), generation_file),
     )
+
+
+def _check_tokenizer(file: Path, tokenizer: bytes, config: bytes) -> None:
+    """Load it as every client will: what is broken must not wait for the first of them."""
+    try:
+        Tokenizer(tokenizer, config)
+    except ConfigError as error:
+        raise ConfigError("MODEL", f"the tokenizer in {file} {error.message}; fetch the file again") from None
 
 
 def _read_tokenizer(folder: Path) -> bytes:
     file = folder / "tokenizer.json"
     if file.is_file():
-        return file.read_bytes()
+        content = file.read_bytes()
+        if not content:
+            raise ConfigError("MODEL", f"{file} is empty; fetch the file again")
+        return content
     for other in ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt"):
         if (folder / other).is_file():
             raise ConfigError(
@@ -67,8 +92,8 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
             raise ConfigError("MODEL", f"{file} is not UTF-8 text: {error}") from None
     entry = config.get("chat_template")
     if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
+        defaults = [item for item in entry if isinstance(item, dict) and item.get("name") == "default"]
+        entry = defaults[-1].get("template") if defaults else None
     return entry if isinstance(entry, str) else None
 
 
@@ -78,8 +103,16 @@ def _read_object(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("MODEL", f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError("MODEL", f"{file} must hold a JSON object, holds {type(content).__name__}")
     return content
+
+
+def _as_json(content: dict[str, Any], file: Path) -> bytes:
+    """What was read may still be too deep to be written, or hold half characters, which no text may."""
+    try:
+        return json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("MODEL", f"{file} can't be passed on to clients: {error}") from None

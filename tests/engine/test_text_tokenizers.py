@@ -273,6 +273,40 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
         Tokenizer(b'{"model": 1}')
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "{", '{"model": {"type": "BPE", "vocab": {"a": 0}}}', '{"model": 1}', "[" * 100_000]
+)
+def test_a_tokenizer_that_can_not_be_loaded_is_refused_at_once(tmp_path: Path, content: str) -> None:
+    folder = folder_with(tmp_path / "m", tokenizer__json=content)
+    with pytest.raises(ConfigError, match="^MODEL: .*") as caught:
+        read_text_files(folder)
+    assert str(tmp_path / "m" / "tokenizer.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, '{"a": "\\ud800"}'])
+def test_json_that_can_not_be_passed_on_names_its_file(tmp_path: Path, name: str, content: str) -> None:
+    folder = folder_with(tmp_path / "m", **{name.replace(".", "__"): content})
+    try:
+        read_text_files(folder)
+    except ConfigError as error:
+        assert ".json " in str(error)
+    else:
+        assert "ud800" not in content and len(content) < 100_000
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "m", tokenizer__json="{}")
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match="cannot read .*tokenizer.json: Permission denied"):
+        read_text_files(folder)
+
+
 def test_a_folder_without_a_tokenizer_speaks_ids_only(tmp_path: Path) -> None:
     assert read_text_files(folder_with(tmp_path / "m", config__json={})).tokenizer == b""
 
