@@ -2,7 +2,11 @@
 
 import json
 import math
-from dataclasses import dataclass
+import os
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,21 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 GGUF_ARCHITECTURES = {"llama": "llama"}
 """``general.architecture`` of a GGUF file to the families of worker/models."""
 
-MAX_SIZE = (1 << 31) - 1
-"""No size of a model is larger; a damaged description may well be."""
+BOUNDS = {
+    "num_layers": (1, 1 << 12),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "num_heads": (1, 1 << 16),
+    "num_kv_heads": (1, 1 << 16),
+    "head_size": (1, 1 << 12),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (2, (1 << 31) - 1),
+}
+"""Least and most of each size. No model is larger; a damaged description may well be. A context holds a prompt's token
+and an answer's."""
+
+NO_TOKEN = (-1, (1 << 32) - 1)
+"""Ids that stand for no token, the second as GGUF has it."""
 
 ROPE_KINDS = ("default", "linear", "llama3", "factors")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,18 +111,9 @@ class ModelConfig:
     """Tokens that end an answer, without repetition."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "vocab_size",
-            "max_position_embeddings",
-        ):
-            if not 1 <= getattr(self, name) <= MAX_SIZE:
-                raise _refused(name, getattr(self, name), f"must be at least 1 and at most {MAX_SIZE}")
+        for name, (least, most) in BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise _refused(name, getattr(self, name), f"must be at least {least} and at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise _refused("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}")
         if self.head_size % 2:
@@ -125,12 +133,14 @@ def read_model_config(path: str) -> ModelConfig:
         ConfigError: for a path that is missing or not readable, a broken file, a missing field, and for models that
             are not supported; it names the file, the field, the rule and the remedy.
     """
+    _check_path(path)
     place = Path(path)
     try:
         if place.is_dir():
             return _from_folder(place)
         if not place.exists():
             raise ConfigError(FIELD, f"{path} does not exist; give a model folder or a .gguf file")
+        check_regular(place)
         if place.suffix != ".gguf":
             raise ConfigError(FIELD, f"{path} is not a folder with config.json nor a .gguf file")
         return _from_gguf(read_gguf_file(path))
@@ -138,8 +148,41 @@ def read_model_config(path: str) -> ModelConfig:
         raise ConfigError(FIELD, f"cannot read {error.filename or path}: {error.strerror}") from None
 
 
+def check_regular(file: Path) -> None:
+    """Raise ConfigError for what is there and is not a file: reading from a pipe or a device may never end."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(FIELD, f"{file} is not a regular file; give a model folder or a .gguf file")
+
+
+def _check_path(path: str) -> None:
+    """The path and the model's name, which is its last part, travel in messages and logs, as UTF-8."""
+    try:
+        path.encode()
+        os.path.realpath(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(FIELD, f"the path {os.fsencode(path)!r} is not valid UTF-8; rename it") from None
+
+
 def _refused(name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(FIELD, f"{name}={value!r:.80} {rule}")
+    return ConfigError(FIELD, f"{name}={_shown(value)} {rule}")
+
+
+def _shown(value: Any) -> str:
+    """Whatever a file may hold, on one line, of bounded length and depth."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = 80
+    return shortened.repr(value)[:100]
+
+
+@contextmanager
+def _errors_name(file: str) -> Iterator[None]:
+    """Rules that are checked where the file is no longer known."""
+    try:
+        yield
+    except ConfigError as error:
+        if file in error.message:
+            raise
+        raise ConfigError(FIELD, f"{file}: {error.message}") from None
 
 
 # ------------------------------------------------------------------------------------------------ folder
@@ -159,28 +202,39 @@ class _Fields:
             if default is None:
                 raise ConfigError(FIELD, f"{self.where} has no field {name!r}, which this model needs")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 1000:
             value = float(value)
         if type(value) is not kind:
-            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} must be of type {kind.__name__}")
+            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} must be of type {kind.__name__}")
         return value
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """An id or a list of ids; none when absent. Negative ids mean "no such token" and are left out."""
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """An id or a list of ids; none when absent. An id of -1 means "no such token" and is left out."""
         value = self.values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token_id) is not int for token_id in ids):
-            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} must be a token id or a list of them")
-        return tuple(token_id for token_id in ids if token_id >= 0)
+            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} must be a token id or a list of them")
+        return _known_tokens(ids, name, self.where, vocab_size)
 
     def must_be(self, name: str, supported: Any) -> None:
         """Refuse a field that is set to something that would change results and isn't supported."""
         value = self.values.get(name, supported)
         if value is not None and value != supported:
-            raise ConfigError(FIELD, f"{self.where}: {name}={value!r:.80} is not supported, only {supported!r}")
+            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} is not supported, only {supported!r}")
+
+
+def _known_tokens(ids: list[int], name: str, where: str, vocab_size: int) -> tuple[int, ...]:
+    known = tuple(token_id for token_id in ids if token_id not in NO_TOKEN)
+    for token_id in known:
+        if not 0 <= token_id < vocab_size:
+            raise ConfigError(
+                FIELD, f"{where}: {name}={_shown(token_id)} must be at least 0 and below vocab_size={vocab_size}"
+            )
+    return known
 
 
 def _read_json(path: Path) -> _Fields:
+    check_regular(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -202,36 +256,47 @@ def _from_folder(folder: Path) -> ModelConfig:
     num_heads = fields.get("num_attention_heads", int)
     hidden_size = fields.get("hidden_size", int)
     max_position = fields.get("max_position_embeddings", int)
-    eos_token_ids = fields.token_ids("eos_token_id")
+    vocab_size = fields.get("vocab_size", int)
+    with _errors_name(fields.where):
+        config = ModelConfig(
+            architecture=architecture,
+            num_layers=fields.get("num_hidden_layers", int),
+            hidden_size=hidden_size,
+            intermediate_size=fields.get("intermediate_size", int),
+            num_heads=num_heads,
+            num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
+            head_size=fields.get("head_dim", int, 0) or _divide(hidden_size, num_heads, fields.where),
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position,
+            rms_norm_eps=fields.get("rms_norm_eps", float),
+            rope=_read_rope(fields, max_position),
+            tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+            attention_bias=fields.get("attention_bias", bool, False),
+            mlp_bias=fields.get("mlp_bias", bool, False),
+            dtype=_read_dtype(fields),
+            bos_token_id=None,
+            eos_token_ids=(),
+        )
+    # After the sizes, since these are judged by one of them.
+    eos_token_ids = fields.token_ids("eos_token_id", vocab_size)
     if (folder / "generation_config.json").exists():
-        eos_token_ids += _read_json(folder / "generation_config.json").token_ids("eos_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        num_layers=fields.get("num_hidden_layers", int),
-        hidden_size=hidden_size,
-        intermediate_size=fields.get("intermediate_size", int),
-        num_heads=num_heads,
-        num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
-        head_size=fields.get("head_dim", int, 0) or _divide(hidden_size, num_heads, fields.where),
-        vocab_size=fields.get("vocab_size", int),
-        max_position_embeddings=max_position,
-        rms_norm_eps=fields.get("rms_norm_eps", float),
-        rope=_read_rope(fields, max_position),
-        tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-        attention_bias=fields.get("attention_bias", bool, False),
-        mlp_bias=fields.get("mlp_bias", bool, False),
-        dtype=_read_dtype(fields),
-        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        eos_token_ids += _read_json(folder / "generation_config.json").token_ids("eos_token_id", vocab_size)
+    return replace(
+        config,
+        bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
     )
 
 
 def _known_architecture(fields: _Fields) -> str:
     names = fields.get("architectures", list, [])
+    if any(type(name) is not str for name in names):
+        raise ConfigError(FIELD, f"{fields.where}: architectures={_shown(names)} must be a list of texts")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    shown = ", ".join(map(str, names)) or f"model_type {fields.values.get('model_type')!r:.80} without 'architectures'"
+    model_type = _shown(fields.values.get("model_type"))
+    shown = ", ".join(map(_shown, names))[:200] or f"model_type {model_type} without 'architectures'"
     raise ConfigError(
         FIELD, f"{fields.where}: unknown architecture {shown}; known are {', '.join(sorted(ARCHITECTURES))}"
     )
@@ -243,7 +308,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ConfigError(
             FIELD,
-            f"{fields.where}: quantization_config with quant_method {method!r:.80} is not supported; "
+            f"{fields.where}: quantization_config with quant_method {_shown(method)} is not supported; "
             "use an unquantized checkpoint or a .gguf file",
         )
     fields.must_be("hidden_act", "silu")
@@ -261,7 +326,7 @@ def _refuse_pickle_only(folder: Path) -> None:
 def _divide(hidden_size: int, num_heads: int, where: str) -> int:
     if num_heads < 1 or hidden_size % num_heads:
         raise ConfigError(
-            FIELD, f"{where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}"
+            FIELD, f"{where}: hidden_size={_shown(hidden_size)} is not a multiple of num_attention_heads={_shown(num_heads)}"
         )
     return hidden_size // num_heads
 
@@ -286,13 +351,13 @@ def _read_rope(fields: _Fields, max_position: int) -> RopeConfig:
             high_freq_factor=rope.get("high_freq_factor", float),
             original_max_position=rope.get("original_max_position_embeddings", int, max_position),
         )
-    raise ConfigError(FIELD, f"{rope.where}: type {kind!r:.80} is not supported; default, linear and llama3 are")
+    raise ConfigError(FIELD, f"{rope.where}: type {_shown(kind)} is not supported; default, linear and llama3 are")
 
 
 def _read_dtype(fields: _Fields) -> str:
     dtype = fields.get("dtype", str, fields.get("torch_dtype", str, "float32")).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(FIELD, f"{fields.where}: dtype={dtype!r:.80} must be one of {', '.join(DTYPES)}")
+        raise ConfigError(FIELD, f"{fields.where}: dtype={_shown(dtype)} must be one of {', '.join(DTYPES)}")
     return dtype
 
 
@@ -304,7 +369,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
     if architecture not in GGUF_ARCHITECTURES:
         raise ConfigError(
             FIELD,
-            f"{file.path}: unknown architecture {architecture!r:.80}; known are {', '.join(GGUF_ARCHITECTURES)}",
+            f"{file.path}: unknown architecture {_shown(architecture)}; known are {', '.join(GGUF_ARCHITECTURES)}",
         )
     _refuse_unsupported_gguf(file)
     num_heads = file.get("llama.attention.head_count", int)
@@ -315,33 +380,43 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
             raise ConfigError(FIELD, f"{file.path}: {name}={file.get(name, int)} must equal the head size {head_size}")
     if "token_embd.weight" not in file.tensors:
         raise ConfigError(FIELD, f"{file.path} has no tensor token_embd.weight")
-    return ModelConfig(
-        architecture=GGUF_ARCHITECTURES[architecture],
-        num_layers=file.get("llama.block_count", int),
-        hidden_size=hidden_size,
-        intermediate_size=file.get("llama.feed_forward_length", int),
-        num_heads=num_heads,
-        num_kv_heads=file.get("llama.attention.head_count_kv", int, num_heads),
-        head_size=head_size,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        max_position_embeddings=file.get("llama.context_length", int),
-        rms_norm_eps=file.get("llama.attention.layer_norm_rms_epsilon", float),
-        rope=_read_gguf_rope(file),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        dtype=_gguf_dtype(file),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int, -1)
-        if file.has("tokenizer.ggml.bos_token_id")
-        else None,
-        eos_token_ids=tuple(
-            dict.fromkeys(
-                file.get(f"tokenizer.ggml.{name}_token_id", int)
-                for name in ("eos", "eot", "eom")
-                if file.has(f"tokenizer.ggml.{name}_token_id")
-            )
-        ),
+    embedding_shape = file.tensors["token_embd.weight"].shape
+    if len(embedding_shape) != 2:
+        raise ConfigError(
+            FIELD, f"{file.path}: tensor token_embd.weight has shape {list(embedding_shape)}, must have two dimensions"
+        )
+    with _errors_name(file.path):
+        config = ModelConfig(
+            architecture=GGUF_ARCHITECTURES[architecture],
+            num_layers=file.get("llama.block_count", int),
+            hidden_size=hidden_size,
+            intermediate_size=file.get("llama.feed_forward_length", int),
+            num_heads=num_heads,
+            num_kv_heads=file.get("llama.attention.head_count_kv", int, num_heads),
+            head_size=head_size,
+            vocab_size=embedding_shape[0],
+            max_position_embeddings=file.get("llama.context_length", int),
+            rms_norm_eps=file.get("llama.attention.layer_norm_rms_epsilon", float),
+            rope=_read_gguf_rope(file),
+            tie_word_embeddings="output.weight" not in file.tensors,
+            attention_bias="blk.0.attn_q.bias" in file.tensors,
+            mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+            dtype=_gguf_dtype(file),
+            bos_token_id=None,
+            eos_token_ids=(),
+        )
+    ends = [token_id for name in ("eos", "eot", "eom") for token_id in _gguf_token(file, name, config.vocab_size)]
+    return replace(
+        config,
+        bos_token_id=next(iter(_gguf_token(file, "bos", config.vocab_size)), None),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
     )
+
+
+def _gguf_token(file: GGUFFile, name: str, vocab_size: int) -> tuple[int, ...]:
+    """One id, or none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    return _known_tokens([file.get(key, int)], key, file.path, vocab_size) if file.has(key) else ()
 
 
 def _refuse_unsupported_gguf(file: GGUFFile) -> None:
@@ -356,7 +431,7 @@ def _read_gguf_rope(file: GGUFFile) -> RopeConfig:
     kind = file.get("llama.rope.scaling.type", str, "none")
     factor = file.get("llama.rope.scaling.factor", float, file.get("llama.rope.scale_linear", float, 1.0))
     if kind not in ("none", "linear"):
-        raise ConfigError(FIELD, f"{file.path}: rope scaling type {kind!r:.80} is not supported; none and linear are")
+        raise ConfigError(FIELD, f"{file.path}: rope scaling type {_shown(kind)} is not supported; none and linear are")
     is_linear = kind == "linear" or file.has("llama.rope.scale_linear")
     if "rope_freqs.weight" in file.tensors:
         if is_linear:

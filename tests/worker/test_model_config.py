@@ -99,6 +99,25 @@ def test_rope_in_both_spellings(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, ["num_layers=0", "at least 1"]),
         ({"vocab_size": -5}, ["vocab_size=-5"]),
         ({"vocab_size": 10**12}, ["vocab_size=1000000000000", "at most"]),
+        ({"vocab_size": (1 << 24) + 1}, ["vocab_size=16777217", "at most"]),
+        ({"num_hidden_layers": 4097}, ["num_layers=4097", "at most 4096"]),
+        ({"head_dim": 4098}, ["head_size=4098", "at most 4096"]),
+        ({"hidden_size": 1 << 21}, ["hidden_size=2097152", "at most"]),
+        ({"intermediate_size": 1 << 25}, ["intermediate_size=", "at most"]),
+        ({"max_position_embeddings": 1}, ["max_position_embeddings=1", "at least 2"]),
+        ({"hidden_size": 10**4000 + 1}, ["hidden_size=1000", "num_attention_heads"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps=1000", "float"]),
+        ({"architectures": ["LlamaForConditionalGeneration2"]}, ["'LlamaForConditionalGeneration2'"]),
+        ({"architectures": [["x"]]}, ["architectures=[['x']]", "list of texts"]),
+        ({"architectures": [None, "LlamaForCausalLM"]}, ["architectures", "list of texts"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
+        ({"architectures": {"LlamaForCausalLM": 1}}, ["architectures", "list"]),
+        ({"hidden_act": {"x": ["y"]}}, ["hidden_act", "silu"]),
+        ({"eos_token_id": 512}, ["eos_token_id=512", "vocab_size=512"]),
+        ({"eos_token_id": [7, -2]}, ["eos_token_id=-2", "at least 0"]),
+        ({"eos_token_id": [[7]]}, ["eos_token_id=[[7]]", "token id"]),
+        ({"bos_token_id": 1 << 40}, ["bos_token_id=1099511627776", "vocab_size=512"]),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, ["rope_type", "str"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
         ({"hidden_size": 66}, ["hidden_size=66", "num_attention_heads=4"]),
         ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
@@ -123,8 +142,69 @@ def test_rope_in_both_spellings(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_refused_configurations(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     text = refusal(write(tmp_path, changes))
-    for word in words:
+    for word in [str(tmp_path / "config.json"), *words]:
         assert word in text
+    assert len(text) < 600
+
+
+WRONG_VALUES = (None, True, 0, -1, 2**70, 0.5, float("inf"), "x", "", [], [1], {}, {"a": 1}, [[["deep"]]])
+
+
+def test_a_value_of_any_type_in_any_field_is_refused_or_harmless(tmp_path: Path) -> None:
+    names = ("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+             "rope_scaling", "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias", "dtype",
+             "torch_dtype", "bos_token_id", "eos_token_id", "hidden_act", "partial_rotary_factor", "model_type",
+             "quantization_config")  # fmt: skip
+    num_refused = 0
+    for name in names:
+        for value in WRONG_VALUES:
+            try:
+                read_model_config(write(tmp_path, {name: value}))
+            except ConfigError as error:
+                num_refused += 1
+                assert "config.json" in str(error) and "\n" not in str(error)
+    assert num_refused > 200
+
+
+def test_end_tokens_outside_the_vocabulary_name_the_second_file(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 512]}))
+    assert f"{tmp_path / 'generation_config.json'}: eos_token_id=512 must be" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [300, 900, 980, 5000])
+def test_deep_values_are_refused_or_harmless(tmp_path: Path, depth: int) -> None:
+    for name in ("architectures", "model_type", "hidden_act", "hidden_size", "quantization_config"):
+        text = (tmp_path / write(tmp_path, {name: "@"}) / "config.json").read_text()
+        (tmp_path / "config.json").write_text(text.replace('"@"', "[" * depth + "]" * depth))
+        try:
+            read_model_config(str(tmp_path))
+        except ConfigError as error:
+            assert "config.json" in str(error)
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "generation_config.json", "model.gguf"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {})
+    pipe = tmp_path / (name or "pipe")
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    path = tmp_path if name.endswith(".json") else pipe
+    assert f"{pipe} is not a regular file" in refusal(path)
+
+
+def test_a_device_is_refused() -> None:
+    assert "/dev/zero is not a regular file" in refusal("/dev/zero")
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    write(folder, {})
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for path in (folder, link):
+        assert "is not valid UTF-8" in refusal(path)
 
 
 def test_refused_paths(tmp_path: Path) -> None:
@@ -247,12 +327,31 @@ def test_gguf_rope_factors_are_part_of_the_configuration(tmp_path: Path) -> None
         ("llama", {"llama__expert_count": 8}, ["experts"]),
         ("llama", {"split__count": 3}, ["split"]),
         ("llama", {"token_embd.weight": None}, ["token_embd.weight"]),
+        ("llama", {"token_embd.weight": np.zeros(64, np.float16)}, ["token_embd.weight", "[64]", "two dimensions"]),
+        ("llama", {"llama__block_count": 5000}, ["num_layers=5000", "at most 4096"]),
+        ("llama", {"tokenizer__ggml__eos_token_id": 32}, ["tokenizer.ggml.eos_token_id=32", "vocab_size=32"]),
+        ("llama", {"tokenizer__ggml__bos_token_id": 99}, ["tokenizer.ggml.bos_token_id=99", "vocab_size=32"]),
     ],
 )
 def test_refused_gguf(tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]) -> None:
     text = refusal(write_gguf(tmp_path / "m.gguf", architecture=architecture, **changes))
     for word in [str(tmp_path / "m.gguf"), *words]:
         assert word in text
+
+
+def test_a_gguf_tensor_without_dimensions_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", **{"token_embd.weight": np.zeros((1, 1), np.float32)})
+    name = b"token_embd.weight"
+    front, behind = path.read_bytes().split(name)
+    path.write_bytes(front + name + b"\0\0\0\0" + behind[4 + 2 * 8 :] + bytes(64))
+    text = refusal(path)
+    assert "token_embd.weight has shape []" in text
+
+
+def test_a_gguf_may_say_that_there_is_no_such_token(tmp_path: Path) -> None:
+    changes = {"tokenizer__ggml__bos_token_id": (1 << 32) - 1, "tokenizer__ggml__eot_token_id": (1 << 32) - 1}
+    config = read_model_config(str(write_gguf(tmp_path / "m.gguf", **changes)))
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
 def test_damaged_gguf_is_a_config_error_wherever_it_is_cut(checkpoints: Checkpoints, tmp_path: Path) -> None:

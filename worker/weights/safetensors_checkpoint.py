@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ipc.errors import ConfigError
+from worker.model_config import check_regular
 from worker.weights.checkpoint import Checkpoint
 
 FIELD = "MODEL"
@@ -57,6 +58,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _open(self, file_name: str) -> Any:
         if file_name not in self.open_files:
             path = self.folder / file_name
+            check_regular(path)
             try:
                 self.open_files[file_name] = safe_open(str(path), framework="pt")
             except FileNotFoundError:
@@ -70,6 +72,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor names to file names, which must lie in the same folder."""
+    check_regular(path)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
