@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from engine.gateway import FromClient, Gateway, check_request
 from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
 from ipc.channel import open_socket
+from ipc.codec import Frame, encode
 from ipc.endpoints import RunDirectory, host_id
 from ipc.errors import ProtocolError, RequestError
 from ipc.messages import (
@@ -61,7 +63,7 @@ class EngineCore:
         self._core_id = int.from_bytes(os.urandom(8), "little")
         self._seeds = random.Random(config.seed)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gateway = Gateway(self._context, core_id=self._core_id)
+        self._gateway = Gateway(self._context, core_id=self._core_id, max_prompt_tokens=config.model_max_len)
         self._gateway.listen(config.listen)
         self.worker_address = ""
         self._worker_socket = self._open_worker_socket()
@@ -76,11 +78,13 @@ class EngineCore:
         self._scheduler: Scheduler | None = None
         """Of the current epoch; None while there is no ready one."""
         self._info: ModelInfo | None = None
+        self._info_frames: list[Frame] = []
+        """The same, encoded once: it holds the tokenizer."""
         self._queue: deque[Request] = deque()
         """Accepted while no epoch was ready."""
         self._requests: dict[tuple[ClientId, str], Request] = {}
         """Every open request; leaving it is what makes a final message final."""
-        self._waiting_to_attach: list[ClientId] = []
+        self._waiting_to_attach: set[ClientId] = set()
         self._failed_epochs = 0
         self._num_restarts = 0
         self._num_requests = 0
@@ -119,6 +123,8 @@ class EngineCore:
             self._on_client_message(received)
         for event in self._executor.receive():
             self._on_event(event)
+        for event in self._executor.end_silent_epoch():
+            self._on_event(event)
         self._schedule()
         for client in self._gateway.take_lost():
             self._drop_client(client)
@@ -130,7 +136,8 @@ class EngineCore:
                 self._on_event(event)
 
     def _poll_timeout_ms(self) -> int | None:
-        deadlines = [d for d in (self._drain_deadline, self._agent_deadline) if d is not None]
+        possible = (self._drain_deadline, self._agent_deadline, self._executor.deadline())
+        deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
 
     def _open_worker_socket(self) -> "zmq.Socket[bytes]":
@@ -235,15 +242,21 @@ class EngineCore:
             core_id=self._core_id,
             epoch=event.epoch,
         )
+        if config.error_file is not None:
+            for lives in Path(config.error_file).parent.glob("*.lives-*"):
+                lives.unlink(missing_ok=True)
         is_first = self._info is None
         self._info = self._model_info(event.plan.max_model_len)
+        self._info_frames = encode(self._info)
         if is_first:
-            sys.stderr.write(self.ready_line() + "\n")
-            sys.stderr.flush()
+            # Whoever read this may be gone; the engine serves all the same.
+            with suppress(OSError):
+                sys.stderr.write(self.ready_line() + "\n")
+                sys.stderr.flush()
         else:
             logger.info("epoch %d is ready", event.epoch)
         for client in self._waiting_to_attach:
-            self._gateway.send(client, self._info)
+            self._gateway.send_frames(client, self._info_frames)
         self._waiting_to_attach.clear()
         while self._queue:
             request = self._queue.popleft()
@@ -287,9 +300,9 @@ class EngineCore:
                     self._abort(request, "stop" if message.reason == "stop" else "abort")
             case Attach():
                 if self._info is None:
-                    self._waiting_to_attach.append(client)
+                    self._waiting_to_attach.add(client)
                 else:
-                    self._gateway.send(client, self._info)
+                    self._gateway.send_frames(client, self._info_frames)
             case Control() as message:
                 self._gateway.send(client, self._answer(message))
 
@@ -384,7 +397,7 @@ class EngineCore:
             del self._requests[client, request.request_id]
         if gone:
             logger.info("a client is gone; %d of its requests were ended", len(gone))
-        self._waiting_to_attach = [waiting for waiting in self._waiting_to_attach if waiting != client]
+        self._waiting_to_attach.discard(client)
 
     # ------------------------------------------------------------------------------------------ information
 

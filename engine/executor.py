@@ -11,7 +11,10 @@ A hello in any later state means that the group was restarted: the epoch ends an
 """
 
 import logging
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,8 +23,9 @@ import zmq
 
 from engine.config import CoreConfig
 from engine.kv_sizing import KVPlan, plan_kv_cache
-from ipc.channel import receive_now, try_send
+from ipc.channel import MAX_PER_TURN, receive_now, try_send
 from ipc.codec import Frame, decode, encode
+from ipc.endpoints import process_start
 from ipc.errors import ConfigError, ProtocolError, RequestError
 from ipc.messages import (
     Control,
@@ -42,6 +46,9 @@ from ipc.messages import (
 logger = logging.getLogger(__name__)
 
 FROM_WORKER = (WorkerHello, WorkerLoaded, WorkerReady, WorkerFailed, StageReport, ModelRunnerOutput, Control)
+
+MAX_WORKER_HEAD_BYTES = 1 << 24
+"""Enough for the log probabilities and columns of the largest step."""
 
 HELLO_LIFETIME_S = 3.0
 """A waiting rank repeats its hello every second; one that stopped doing so is gone."""
@@ -85,6 +92,8 @@ class _Member:
     identity: bytes
     hello: WorkerHello
     heard_at: float
+    started_at: int | None
+    """Start time of a process on this host: with its pid, its identity."""
     loaded: WorkerLoaded | None = None
     is_ready: bool = False
     report: StageReport | None = None
@@ -117,18 +126,52 @@ class Executor:
         self._plan: KVPlan | None = None
 
     def receive(self) -> list[Event]:
-        """Everything that arrived, turned into events in order of arrival."""
+        """What arrived, a share of a turn at most, turned into events in order of arrival."""
         events: list[Event] = []
-        while (frames := receive_now(self._socket)) is not None:
+        for _ in range(MAX_PER_TURN):
+            frames = receive_now(self._socket)
+            if frames is None:
+                break
             identity, *rest = frames
             try:
-                message = decode(rest, FROM_WORKER)
+                message = decode(rest, FROM_WORKER, max_head_bytes=MAX_WORKER_HEAD_BYTES)
             except (ProtocolError, RequestError) as error:
                 self.num_dropped += 1
                 logger.warning("a message on the workers' socket was dropped: %s", error)
                 continue
             events.extend(self._on_message(identity, message))
         return events
+
+    def deadline(self) -> float | None:
+        """When the next member counts as lost unless it is heard of; None while the group gathers."""
+        if self.phase is Phase.GATHERING or not self._members:
+            return None
+        return min(member.heard_at for member in self._members.values()) + self._config.health_timeout_s
+
+    def end_silent_epoch(self) -> list[Event]:
+        """End the epoch when a member gave no sign of life for the health timeout.
+
+        Its control thread reports every second also while the main thread computes or loads, so a silent rank is frozen,
+        cut off or gone. On this host it is killed, and its agent starts the group again. Call after ``receive``: what
+        waits in the socket is a sign of life.
+        """
+        deadline = self.deadline()
+        if deadline is None or self._clock() < deadline:
+            return []
+        silent = min(self._members.values(), key=lambda member: member.heard_at)
+        self._kill(silent)
+        return self._end_epoch(
+            f"rank {silent.hello.rank} gave no sign of life for {self._config.health_timeout_s:g} s", fatal=False
+        )
+
+    def _kill(self, member: _Member) -> None:
+        hello = member.hello
+        if hello.host != self._core_host or member.started_at is None:
+            return
+        if process_start(hello.pid) == member.started_at:
+            logger.warning("rank %d (process %d) is killed: it is frozen", hello.rank, hello.pid)
+            with suppress(ProcessLookupError):
+                os.kill(hello.pid, signal.SIGKILL)
 
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
@@ -167,16 +210,17 @@ class Executor:
                 raise AssertionError(f"{type(message).__name__} is not a worker's message")
 
     def _on_epoch_message(self, identity: bytes, message: MessageOfEpoch) -> list[Event]:
+        rank = self._config.num_stages - 1 if isinstance(message, ModelRunnerOutput) else message.rank
+        member = self._members.get(rank)
+        if member is None or member.identity != identity:
+            self.num_dropped += 1
+            return []
+        member.heard_at = self._clock()
         match message:
             case ModelRunnerOutput():
                 return [message] if self.phase is Phase.READY else []
             case WorkerFailed():
-                return self._end_epoch(f"rank {message.rank}: {message.cause}", fatal=message.fatal)
-        member = self._members.get(message.rank)
-        if member is None or member.identity != identity:
-            self.num_dropped += 1
-            return []
-        match message:
+                return self._end_epoch(f"rank {rank}: {message.cause}", fatal=message.fatal)
             case WorkerLoaded() if self.phase is Phase.LOADING:
                 member.loaded = message
                 return self._configure() if not self.missing_ranks() else []
@@ -204,7 +248,8 @@ class Executor:
             events = self._end_epoch(f"rank {hello.rank} was restarted", fatal=False)
             return events + self._on_hello(identity, hello)
         now = self._clock()
-        self._members[hello.rank] = _Member(identity=identity, hello=hello, heard_at=now)
+        started_at = process_start(hello.pid) if hello.host == self._core_host else None
+        self._members[hello.rank] = _Member(identity=identity, hello=hello, heard_at=now, started_at=started_at)
         for rank, member in list(self._members.items()):
             if now - member.heard_at > HELLO_LIFETIME_S:
                 del self._members[rank]
@@ -221,6 +266,8 @@ class Executor:
     def _start_epoch(self) -> list[Event]:
         self.epoch += 1
         self.phase = Phase.LOADING
+        for member in self._members.values():
+            member.heard_at = self._clock()
         store = f"brigade/{self._core_id:x}/{self.epoch}"
         if self._config.advertise_host is None:
             Path(f"{self._config.run_dir}/store-{self.epoch - 1}").unlink(missing_ok=True)

@@ -6,14 +6,15 @@ it; a client that can't be reached any more has its requests aborted.
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
 from engine.request import ClientId
-from ipc.channel import HIGH_WATER_MARK, open_socket, receive_now
-from ipc.codec import Frame, decode, encode, request_id_of
+from ipc.channel import MAX_PER_TURN, open_socket, receive_now
+from ipc.codec import MAX_CLIENT_HEAD_BYTES, Frame, decode, encode, request_id_of
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import ConfigError, ProtocolError, RequestError
 from ipc.messages import (
@@ -48,12 +49,16 @@ class FromClient:
 class Gateway:
     """Owns the listening sockets."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, core_id: int) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, core_id: int, max_prompt_tokens: int) -> None:
+        """Prompts up to some times ``max_prompt_tokens`` are read, so that they can be refused with their length; a peer
+        that sends bigger frames is disconnected.
+        """
         self.sockets: list[zmq.Socket[bytes]] = []
         self.addresses: list[str] = []
         self._context = context
         self._core_id = core_id
         self._lost: set[ClientId] = set()
+        self._max_frame_bytes = max(1 << 20, 16 * max_prompt_tokens)
 
     def listen(self, addresses: Sequence[str]) -> None:
         """Bind; with no address the default one, or a free port if that is taken.
@@ -70,26 +75,33 @@ class Gateway:
         except ConfigError:
             self._bind("tcp://127.0.0.1:0")
 
-    def receive(self) -> list[FromClient]:
-        """Everything that arrived and could be understood; the rest is answered with an error."""
-        received = []
+    def receive(self) -> Iterator[FromClient]:
+        """What arrived and could be understood, one by one and not more than a share of a turn; the rest of it is
+        answered with an error.
+        """
         for listener, router in enumerate(self.sockets):
-            while (frames := receive_now(router)) is not None:
+            for _ in range(MAX_PER_TURN):
+                frames = receive_now(router)
+                if frames is None:
+                    break
                 identity, *rest = frames
                 client = ClientId(listener, identity)
                 try:
-                    received.append(FromClient(client=client, message=decode(rest, FROM_CLIENT)))
+                    message = decode(rest, FROM_CLIENT, max_head_bytes=MAX_CLIENT_HEAD_BYTES)
+                    yield FromClient(client=client, message=message)
                 except ProtocolError as error:
                     self.fail(client, request_id_of(rest), RequestError(str(error), field=_field_of(error)))
                 except RequestError as error:
                     self.fail(client, request_id_of(rest), error)
-        return received
 
-    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ModelInfo | ControlReply) -> None:
+    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply) -> None:
         """Queue a message; a client that is gone or takes nothing is remembered as lost."""
-        frames: list[Frame] = [client.identity, *encode(message)]
+        self.send_frames(client, encode(message))
+
+    def send_frames(self, client: ClientId, frames: list[Frame]) -> None:
+        """The same for frames that many clients share: big ones are queued without a copy for each."""
         try:
-            self.sockets[client.listener].send_multipart(frames, zmq.NOBLOCK)
+            self.sockets[client.listener].send_multipart([client.identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -117,9 +129,9 @@ class Gateway:
         self.sockets.clear()
 
     def _bind(self, address: str) -> None:
-        if address.startswith("ipc://") and _is_served(address.removeprefix("ipc://")):
-            raise ConfigError("--listen", f"{address} {_IN_USE}")
-        router = open_socket(self._context, zmq.ROUTER, high_water_mark=HIGH_WATER_MARK)
+        if address.startswith("ipc://"):
+            _check_path(address)
+        router = open_socket(self._context, zmq.ROUTER, max_frame_bytes=self._max_frame_bytes)
         router.setsockopt(zmq.IPV6, address.startswith("tcp://["))
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
@@ -163,14 +175,19 @@ def check_request(message: AddRequest, info: ModelInfo) -> None:
         )
 
 
-def _is_served(path: str) -> bool:
-    """True when a process accepts connections there: binding would silently take the path from it."""
+def _check_path(address: str) -> None:
+    """ZeroMQ removes what lies at the path before it binds: only a socket that nobody serves may be lost that way."""
+    path = Path(address.removeprefix("ipc://"))
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError("--listen", f"{address}: the path is taken by something that is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.connect(path)
+            probe.connect(str(path))
         except OSError:
-            return False
-        return True
+            return
+    raise ConfigError("--listen", f"{address} {_IN_USE}")
 
 
 def _field_of(error: ProtocolError) -> str:

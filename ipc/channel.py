@@ -11,6 +11,9 @@ from ipc.errors import PeerLost
 MAX_FRAMES = 4096
 """Most frames of one message; a longer one is dropped by the receiver as broken."""
 
+MAX_PER_TURN = 64
+"""Messages that a loop takes from one socket before it looks after everything else again: a flood delays, and no more."""
+
 HIGH_WATER_MARK = 10_000
 """Messages queued per peer before a send is refused; bounds memory, and is far above what steps in flight need."""
 

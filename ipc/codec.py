@@ -29,6 +29,12 @@ PROTOCOL_VERSION = 1
 MAX_COLUMN = 1 << 20
 """Most entries of one Ints column: a constant column of 9 bytes must not become gigabytes."""
 
+MAX_HEAD_BYTES = 1 << 28
+"""Enough for a ModelInfo with the largest tokenizer."""
+
+MAX_CLIENT_HEAD_BYTES = 1 << 18
+"""Enough for a request with every list and text of its parameters at its limit."""
+
 MAX_ITEMS = 1 << 16
 """Most items of a list of parts."""
 
@@ -60,16 +66,19 @@ def encode(message: Any) -> list[Frame]:
     return [_VERSION_FRAME, bytes((tag,)), msgpack.packb(head), *buffers]
 
 
-def decode(frames: Sequence[Frame], allowed: Sequence[type]) -> Any:
+def decode(frames: Sequence[Frame], allowed: Sequence[type], *, max_head_bytes: int = MAX_HEAD_BYTES) -> Any:
     """The message in these frames, one of the ``allowed`` types.
 
-    Buffer fields are read-only views of the frames.
+    Buffer fields are read-only views of the frames. ``max_head_bytes`` bounds what a stranger's message can cost: each
+    byte of a head may become an object of some sixty bytes.
 
     Raises:
         ProtocolError: with the path of the first field that is not as it should be.
         RequestError: for sampling parameters that break a rule (the frames themselves are well-formed).
     """
     kind = _kind_of(frames, allowed)
+    if len(frames[2]) > max_head_bytes:
+        raise ProtocolError(kind.__name__, f"has a head of {len(frames[2])} bytes, at most {max_head_bytes} are read")
     incoming = _Incoming(frames[3:])
     decoded = _STRUCTS[kind].decode(_unpack(frames[2], kind.__name__), kind.__name__, incoming)
     if next(incoming.buffers, None) is not None:
@@ -79,7 +88,7 @@ def decode(frames: Sequence[Frame], allowed: Sequence[type]) -> Any:
 
 def request_id_of(frames: Sequence[Frame]) -> str:
     """The request a broken client message is about, so that its sender can be told; empty if there is none."""
-    if len(frames) < 3:
+    if len(frames) < 3 or len(frames[2]) > MAX_CLIENT_HEAD_BYTES:
         return ""
     try:
         head = _unpack(frames[2], "message")

@@ -170,10 +170,10 @@ def make_private(path: Path) -> None:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigError(
-                "run directory", f"{path} is not a directory of ours with mode 0700; remove it or set TMPDIR"
+                "run directory", f"{path} is not a directory of ours with mode 0700; remove it, or set XDG_RUNTIME_DIR or TMPDIR to another place"
             ) from None
     except OSError as error:
-        raise ConfigError("run directory", f"{path} can't be made ({error.strerror}); set TMPDIR") from None
+        raise ConfigError("run directory", f"{path} can't be made ({error.strerror}); set XDG_RUNTIME_DIR or TMPDIR to another place") from None
 
 
 def _try_lock(path: Path) -> int | None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -28,6 +29,13 @@ class FoundCore:
     pid: int
     worker_address: str
     key: str
+
+
+def child_environment() -> dict[str, str]:
+    """For ``python -m`` of our modules: they come from where this one did, never from the current directory."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    others = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{ours}{os.pathsep}{others}" if others else ours}
 
 
 def read_core_file(directory: RunDirectory) -> FoundCore | None:
@@ -63,12 +71,14 @@ def ensure_core(directory: RunDirectory, config: CoreConfig, files: ModelFiles) 
 
 
 def _start(directory: RunDirectory, config: CoreConfig, files: ModelFiles, lock: int) -> FoundCore:
+    environment = child_environment()
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.core_main", str(directory.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
         pass_fds=(lock,),
+        env=environment,
     )
     assert process.stdin is not None and process.stdout is not None
     with process.stdin as stdin:

@@ -14,6 +14,10 @@ from pathlib import Path
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+MAX_LIVES = 20
+"""Lives of a rank before the first that becomes ready. The core gives up earlier; this is for ranks that never reach it."""
+
+
 class SignalWatch:
     """Takes this process's ending signals in a thread of its own.
 
@@ -38,6 +42,17 @@ class SignalWatch:
             if not self._handed_over:
                 os._exit(128 + number)
             os.write(self._write_end, bytes((number,)))
+
+
+def count_lives(error_file: str) -> int:
+    """How often this rank was started since the engine was last ready, this time included.
+
+    Kept in files beside the error file, which the core removes when an epoch is ready.
+    """
+    path = Path(f"{error_file}.lives-{os.environ.get('RANK', '0')}")
+    with path.open("ab") as file:
+        file.write(b".")
+        return file.tell()
 
 
 def end_everything(cause: str, error_file: str | None) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import click
 
 from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError
-from scripts.core_process import FoundCore, read_core_file
+from scripts.core_process import FoundCore, child_environment, read_core_file
 from scripts.options import GroupedCommand, serve_options
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -69,10 +70,10 @@ class Launcher:
 
     def _stop(self, agent: "subprocess.Popen[bytes]", core: FoundCore | None, number: int) -> None:
         if self._stops > 1:
-            click.echo("brigade: stopping at once", err=True)
+            _say("stopping at once")
             self._kill(agent, core)
             return
-        click.echo(f"brigade: {signal.Signals(number).name}: draining; once more to stop at once", err=True)
+        _say(f"{signal.Signals(number).name}: draining; once more to stop at once")
         self._deadline = time.monotonic() + self._drain_timeout_s + GRACE_S
         if core is None or not _send(core.pid, signal.SIGTERM):
             agent.send_signal(signal.SIGTERM)
@@ -86,13 +87,13 @@ class Launcher:
     def _exit_code(self, agent_code: int) -> int:
         causes = self._causes()
         for cause in causes[:MAX_CAUSES]:
-            click.echo(f"brigade: {cause}", err=True)
+            _say(cause)
         if self._stops:
             return 0
         if causes or agent_code:
             if not causes:
                 how = f"signal {-agent_code}" if agent_code < 0 else f"code {agent_code}"
-                click.echo(f"brigade: the process that starts the ranks ended with {how}", err=True)
+                _say(f"the process that starts the ranks ended with {how}")
             return 1
         return 0
 
@@ -130,13 +131,28 @@ class Launcher:
             f"--max-restarts={MAX_RESTARTS}",
             f"--monitor-interval={AGENT_POLL_S}",
             f"--log-dir={self._directory}/log",
-            "-m", "scripts.serve", *self._words, f"--error-file={self._error_file}",
+            "-m", "scripts.serve", f"--error-file={self._error_file}", *self._words,
         ]
 
     def _agent_environment(self) -> dict[str, str]:
         """Nothing listens beyond loopback: no shared TCP store, gloo on the loopback interface."""
         chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **chosen}
+        return {"GLOO_SOCKET_IFNAME": "lo", **child_environment(), **chosen}
+
+
+def _say(text: str) -> None:
+    """A line on standard error, where somebody may have stopped listening."""
+    with suppress(OSError):
+        click.echo(f"brigade: {text}", err=True)
+
+
+def _open_standard_streams() -> None:
+    """Where a stream was closed, the next file to be opened would take its number and receive its text."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _send(pid: int, number: int) -> bool:
@@ -165,11 +181,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     The last line of start-up on standard error is `brigade ready: …`. SIGTERM or Ctrl-C drains and ends with exit code 0;
     a second one stops at once. A start that can't work ends with its cause and exit code 1, wrong usage with 2.
     """
+    _open_standard_streams()
     try:
         launcher = Launcher(
             ctx.meta["brigade.words"], options["pipeline_parallel_size"] or 1, options["drain_timeout"]
         )
         ctx.exit(launcher.run())
     except ConfigError as error:
-        click.echo(f"brigade: {error}", err=True)
+        _say(str(error))
         ctx.exit(1)

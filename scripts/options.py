@@ -8,6 +8,11 @@ import click
 
 from ipc.logs import LEVELS
 
+MAX_BYTES = 1 << 60
+MAX_COUNT = (1 << 31) - 1
+MAX_SECONDS = 1e7
+MAX_SEED = (1 << 63) - 1
+
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
@@ -23,7 +28,29 @@ class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
         if match is None:
             self.fail(f"{value!r} is not a number of bytes such as 500M or 2GiB", param, ctx)
-        return int(float(match[1]) * UNITS[match[2] or ""])
+        number = float(match[1]) * UNITS[match[2] or ""]
+        if not number < MAX_BYTES:
+            self.fail(f"{value!r} is more than any machine has", param, ctx)
+        return int(number)
+
+
+class Seconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A finite span of time."""
+
+    name = "seconds"
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds as a number; fails with a usage error."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if not self._least <= seconds <= MAX_SECONDS:
+            self.fail(f"{value} must be between {self._least:g} and {MAX_SECONDS:g} seconds", param, ctx)
+        return seconds
 
 
 class GroupedCommand(click.Command):
@@ -72,31 +99,31 @@ SERVE_OPTIONS = (
             help="Where stages compute; auto takes the GPU of the local rank if there is one."),
     _option(_MODEL, "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
             help="Type of weights, activations and KV cache; auto takes the checkpoint's."),
-    _option(_MODEL, "--max-model-len", type=click.IntRange(2), default=None,
+    _option(_MODEL, "--max-model-len", type=click.IntRange(2, MAX_COUNT), default=None,
             help="Most tokens of a prompt and its answer together.  [default: the model's, or what the KV pool holds]"),
     _option(_MODEL, "--attention-backend", default="auto", help="Attention implementation."),
-    _option(_MODEL, "--seed", type=click.IntRange(0), default=None,
+    _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
     _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=256,
             help="Most requests that run at once, all stages together."),
-    _option(_MEMORY, "--max-num-batched-tokens", type=click.IntRange(1), default=2048,
+    _option(_MEMORY, "--max-num-batched-tokens", type=click.IntRange(1, MAX_COUNT), default=2048,
             help="Most tokens of one step; longer prompts are computed in chunks."),
-    _option(_MEMORY, "--block-size", type=click.IntRange(1), default=16, help="Tokens per KV block, a power of two."),
-    _option(_MEMORY, "--num-kv-blocks", type=click.IntRange(1), default=None,
+    _option(_MEMORY, "--block-size", type=click.IntRange(1, 1 << 16), default=16, help="Tokens per KV block, a power of two."),
+    _option(_MEMORY, "--num-kv-blocks", type=click.IntRange(1, MAX_COUNT), default=None,
             help="KV blocks in the pool.  [default: by measured free memory]"),
     _option(_MEMORY, "--kv-cache-memory", type=Bytes(), default=None,
             help="KV cache bytes per stage, such as 2GiB.  [default: by measured free memory]"),
-    _option(_MEMORY, "--max-queued-requests", type=click.IntRange(1), default=4096,
+    _option(_MEMORY, "--max-queued-requests", type=click.IntRange(1, MAX_COUNT), default=4096,
             help="Requests that may wait beyond those that run; more are refused at once."),
     _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",
             help="Client address, tcp://HOST:PORT or ipc://PATH; repeatable.  "
             "[default: tcp://127.0.0.1:5757 if free, else a free port]"),
     _option(_SERVICE, "--insecure", is_flag=True, help="Allow addresses that other machines can reach."),
-    _option(_TIME, "--link-timeout", type=click.FloatRange(1), default=60.0,
+    _option(_TIME, "--link-timeout", type=Seconds(1), default=60.0,
             help="Seconds a stage waits for its neighbour within a step before the group is restarted."),
-    _option(_TIME, "--drain-timeout", type=click.FloatRange(0), default=30.0,
+    _option(_TIME, "--drain-timeout", type=Seconds(0), default=30.0,
             help="Seconds that running requests get to finish at shutdown."),
-    _option(_TIME, "--health-timeout", type=click.FloatRange(1), default=30.0,
+    _option(_TIME, "--health-timeout", type=Seconds(1), default=30.0,
             help="Seconds without a sign of life after which a process counts as lost."),
     _option("General", "--log-level", type=click.Choice(LEVELS), default="info", help="How much is logged."),
     _option("General", "--error-file", hidden=True, default=None),

@@ -36,6 +36,7 @@ class FakeGroup:
         self.num_steps = 0
         self.shut_down = threading.Event()
         self.exit_code: int | None = None
+        self._last_words: WorkerFailed | None = None
         self.failure: BaseException | None = None
         self._address = address
         self._key = key
@@ -56,13 +57,12 @@ class FakeGroup:
             raise self.failure
 
     def fail(self, cause: str, *, fatal: bool) -> None:
-        """Say WorkerFailed from rank 0 on a socket of its own."""
+        """Have rank 0 say WorkerFailed."""
         assert self.epoch_start is not None
-        with open_socket(self._context, zmq.DEALER, linger_ms=1000) as socket:
-            socket.connect(self._address)
-            socket.send_multipart(encode(WorkerFailed(
-                core_id=self.epoch_start.core_id, epoch=self.epoch_start.epoch, rank=0, cause=cause, fatal=fatal,
-            )))
+        self._last_words = WorkerFailed(
+            core_id=self.epoch_start.core_id, epoch=self.epoch_start.epoch, rank=0, cause=cause, fatal=fatal,
+        )
+        os.write(self._stop_end, b"f")
 
     def _run(self) -> None:
         sockets = [open_socket(self._context, zmq.DEALER) for _ in range(self.config.num_stages)]
@@ -85,7 +85,9 @@ class FakeGroup:
         while True:
             ready = dict(poller.poll())
             if self._wake in ready:
-                return
+                if os.read(self._wake, 1) == b"x":
+                    return
+                sockets[0].send_multipart(encode(self._last_words))
             for rank, socket in enumerate(sockets):
                 while (frames := receive_now(socket)) is not None:
                     message = decode(frames, FROM_CORE)

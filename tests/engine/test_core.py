@@ -27,8 +27,10 @@ from ipc.messages import (
     Control,
     ControlReply,
     ModelInfo,
+    ModelRunnerOutput,
     RequestFailed,
     RequestOutput,
+    WorkerFailed,
 )
 from ipc.params import SamplingParams
 from scripts.core_process import FoundCore, ensure_core
@@ -110,7 +112,7 @@ def scheduler_config() -> SchedulerConfig:
 
 
 @contextmanager
-def running_core(tmp_path: Path, **changes: object) -> Iterator[Engine]:
+def running_core(tmp_path: Path, *, tokenizer: bytes = b"{}", **changes: object) -> Iterator[Engine]:
     agent = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     run = RunDirectory(path=tmp_path / "r" / f"{agent.pid}-x")
     address = f"ipc://{tmp_path}/listen"
@@ -120,7 +122,7 @@ def running_core(tmp_path: Path, **changes: object) -> Iterator[Engine]:
         "max_num_batched_tokens": 16, "block_size": 4, "num_kv_blocks": 64, "drain_timeout_s": 5.0, **changes})
 
     def start() -> FoundCore:
-        return ensure_core(run, config, ModelFiles(tokenizer=b"{}"))
+        return ensure_core(run, config, ModelFiles(tokenizer=tokenizer))
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = None
@@ -420,3 +422,95 @@ def test_silence_has_a_deadline(tmp_path: Path) -> None:
     with running_core(tmp_path) as engine, pytest.raises(PeerLost):
         engine.client().ask(Attach())
         receive_within(engine.client().socket, 0.2, "the core")
+
+
+def test_a_silent_rank_ends_the_epoch_within_the_health_timeout(tmp_path: Path) -> None:
+    hold = threading.Event()
+    with running_core(tmp_path, health_timeout_s=1.0) as engine:
+        group, client = engine.group(hold=hold), engine.client()
+        client.attach()
+        client.ask(add("stuck", [1]))
+        tokens, error = client.collect("stuck")
+        assert tokens == [] and "gave no sign of life for 1 s" in error
+        client.ask(Control(control_id=1, op="health"))
+        assert client.hear().values["ready"] is False
+        hold.set()
+        group.stop()
+
+
+def test_a_flood_of_one_client_only_delays_another(tmp_path: Path) -> None:
+    with running_core(tmp_path) as engine:
+        group, client, rude = engine.group(), engine.client(), engine.client()
+        client.attach()
+        over = threading.Event()
+
+        def flood() -> None:
+            frames = encode(AbortRequest(request_id="nope"))
+            while not over.is_set():
+                rude.socket.send_multipart(frames)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            client.ask(add("x", [1], max_tokens=20))
+            assert client.collect("x")[1] == "length"
+        finally:
+            over.set()
+            thread.join(DEADLINE_S)
+        group.stop()
+
+
+def test_a_huge_head_is_refused_unread(tmp_path: Path) -> None:
+    with running_core(tmp_path) as engine:
+        group, client, rude = engine.group(), engine.client(), engine.client()
+        client.attach()
+        process = psutil.Process(engine.found.pid)
+        before = process.memory_info().rss
+        head = b"\xdd\x00\x0f\x00\x00" + b"\x90" * 0xF0000
+        rude.socket.send_multipart([b"\x01", bytes((33,)), head])
+        answer = rude.hear()
+        assert isinstance(answer, RequestFailed) and "a head of" in answer.reason
+        assert process.memory_info().rss - before < 20e6
+        assert client.stats()["requests_running"] == 0
+        group.stop()
+
+
+def test_many_attaches_of_a_client_that_reads_nothing_share_one_answer(tmp_path: Path) -> None:
+    with running_core(tmp_path, tokenizer=b"t" * 2_000_000) as engine:
+        group, client, rude = engine.group(), engine.client(), engine.client()
+        client.attach()
+        process = psutil.Process(engine.found.pid)
+        before = process.memory_info().rss
+        for _ in range(500):
+            rude.ask(Attach())
+        rude.ask(add("last", [1], max_tokens=1))
+        while client.stats()["generation_tokens_total"] == 0:
+            pass
+        assert process.memory_info().rss - before < 60e6
+        group.stop()
+
+
+def test_only_the_last_rank_itself_can_return_a_step(tmp_path: Path) -> None:
+    with running_core(tmp_path) as engine:
+        group, client = engine.group(), engine.client()
+        client.attach()
+        start = group.epoch_start
+        with open_socket(engine.context, zmq.DEALER, linger_ms=1000) as stranger:
+            stranger.connect(engine.found.worker_address)
+            stranger.send_multipart(encode(ModelRunnerOutput(
+                core_id=start.core_id, epoch=start.epoch, step_id=10**9, rows=[], token_ids=[], counts=[])))
+            stranger.send_multipart(encode(WorkerFailed(
+                core_id=start.core_id, epoch=start.epoch, rank=0, cause="not me", fatal=True)))
+            stranger.send_multipart(encode(Control(control_id=5, op="health")))
+            decode(receive_within(stranger, DEADLINE_S, "the core"), (ControlReply,))
+        client.ask(add("x", [1]))
+        assert client.collect("x")[1] == "length"
+        group.stop()
+
+
+def test_listening_never_replaces_a_file(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("data")
+    with pytest.raises(ConfigError, match="not a socket"), running_core(tmp_path, listen=(f"ipc://{precious}",)):
+        pass
+    assert precious.read_text() == "data"
