@@ -86,6 +86,9 @@ class ControlThread(threading.Thread):
         self._next_tick = 0.0
         self._tick_s = min(TICK_S, settings.health_timeout_s / 4)
         self._poller = zmq.Poller()
+        # Made here, where a failure can still be reported; used by the thread alone.
+        self._socket = open_socket(context, zmq.DEALER, linger_ms=int(LAST_WORDS_S * 1000))
+        self._socket.connect(settings.core_address)
 
     @property
     def is_shutting_down(self) -> bool:
@@ -122,8 +125,7 @@ class ControlThread(threading.Thread):
     def run(self) -> None:
         """The loop; a failure of its own ends the process, since nothing else could."""
         try:
-            socket = open_socket(self._context, zmq.DEALER, linger_ms=int(LAST_WORDS_S * 1000))
-            socket.connect(self._settings.core_address)
+            socket = self._socket
             for source in (socket, self._settings.signal_fd, self._wakeup):
                 self._poller.register(source, zmq.POLLIN)
             while not self._is_stopping:

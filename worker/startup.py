@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,11 +18,21 @@ from ipc.errors import ConfigError, PeerLost
 from ipc.messages import EpochStart, KVCacheConfig
 from worker.attention import AttentionBackend, select_backend
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
-from worker.links.gloo import Group, connect_group
-from worker.models import StageModel, build_stage, load_weights
+from worker.links.gloo import (
+    NUM_RECEIVE_BUFFERS,
+    NUM_SEND_BUFFERS,
+    GlooReceiver,
+    GlooSender,
+    Group,
+    connect_group,
+)
+from worker.links.link import HopBuffer
+from worker.memory import free_host_memory
+from worker.models import StageModel, build_stage, check_weights, load_weights
 from worker.partition import split_layers
 from worker.progress import Progress
 from worker.settings import WorkerSettings
+from worker.shortage import shortage
 from worker.topology import Topology
 from worker.weights import open_checkpoint
 
@@ -51,7 +62,7 @@ class LoadedStage:
 
 
 def connect_epoch(settings: WorkerSettings, start: EpochStart) -> Group:
-    """Connect all ranks, on a store that no other epoch uses. Raises PeerLost."""
+    """Connect all ranks, on a store that no other epoch uses. Raises PeerLost, and ConfigError as ``connect_group``."""
     try:
         if settings.agent_store is None:
             store: FileStore | PrefixStore = FileStore(start.store, settings.world_size)
@@ -60,6 +71,8 @@ def connect_epoch(settings: WorkerSettings, start: EpochStart) -> Group:
             timeout = timedelta(seconds=settings.link_timeout_s)
             store = PrefixStore(start.store, TCPStore(host, port, is_master=False, timeout=timeout))
     except RuntimeError as error:
+        if (limit := shortage(error)) is not None:
+            raise limit from None
         raise PeerLost(f"rank {settings.rank}: the store of epoch {start.epoch} can't be reached: {error}") from None
     return connect_group(
         store,
@@ -86,17 +99,20 @@ def load_stage(settings: WorkerSettings, topology: Topology, *, ranks_on_host: i
         block_size=settings.block_size,
     )
     started = time.monotonic()
-    with _memory_for("MODEL", "the weights of this stage", "use more stages, a smaller --dtype or a smaller model"):
+    with memory_for("MODEL", "the weights of this stage", "use more stages, a smaller --dtype or a smaller model"):
         checkpoint = open_checkpoint(settings.model, config)
-        model = build_stage(
+        build = partial(
+            build_stage,
             config,
             layers,
             is_first=topology.is_first,
             is_last=topology.is_last,
             dtype=dtype,
-            device=device,
             backend=backend,
         )
+        # Without memory first: a configuration of another model may ask for any amount.
+        check_weights(build(device=torch.device("meta")), checkpoint)
+        model = build(device=device)
         progress = Progress(f"rank {settings.rank}: loading", draws=settings.local_rank == 0)
         weight_bytes = load_weights(model, checkpoint, progress)
     load_s = time.monotonic() - started
@@ -128,8 +144,34 @@ def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig)
         raise ConfigError("KVCacheConfig.groups", f"must be one group with layers {stage.layers}, got {len(kv.groups)}")
     config = settings.config
     shape = stage.backend.cache_shape(kv.num_blocks, kv.block_size, config.num_kv_heads, config.head_size)
-    with _memory_for("--num-kv-blocks", f"{kv.num_blocks} KV blocks", "give fewer, or a smaller --kv-cache-memory"):
+    with memory_for("--num-kv-blocks", f"{kv.num_blocks} KV blocks", "give fewer, or a smaller --kv-cache-memory"):
         return [_zeros(shape, stage.dtype, stage.device) for _ in stage.layers]
+
+
+def make_links(
+    settings: WorkerSettings, topology: Topology, stage: LoadedStage, group: Group, epoch: int
+) -> tuple[GlooReceiver | None, GlooSender | None]:
+    """Both ends of this stage's hops, as far as it has them. Raises ConfigError when their buffers don't fit."""
+    boundary, max_tokens = stage.model.boundary(), settings.max_num_batched_tokens
+    num_buffers = NUM_RECEIVE_BUFFERS * (not topology.is_first) + NUM_SEND_BUFFERS * (not topology.is_last)
+    receiver = sender = None
+    with memory_for("--max-num-batched-tokens", f"hops of {max_tokens} tokens between stages", "give fewer"):
+        # The buffers are touched when they are made, and the system would rather end a process than refuse memory.
+        needed, free = num_buffers * HopBuffer.size_of(boundary, max_tokens), free_host_memory()
+        if needed > free:
+            raise MemoryError(f"they take {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+        rank, timeout_s, is_pinned = topology.rank, settings.link_timeout_s, stage.device.type == "cuda"
+        if topology.previous_rank is not None:
+            receiver = GlooReceiver(
+                group, boundary, rank=rank, peer=topology.previous_rank, epoch=epoch, max_tokens=max_tokens,
+                timeout_s=timeout_s, pinned=is_pinned,
+            )  # fmt: skip
+        if topology.next_rank is not None:
+            sender = GlooSender(
+                group, boundary, rank=rank, peer=topology.next_rank, epoch=epoch, max_tokens=max_tokens,
+                timeout_s=timeout_s, pinned=is_pinned,
+            )  # fmt: skip
+    return receiver, sender
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -141,7 +183,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def _memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
+def memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation into a ConfigError."""
     try:
         yield

@@ -5,6 +5,7 @@ import os
 import queue
 import secrets
 import time
+import traceback
 import warnings
 from collections import deque
 from typing import TypeVar
@@ -27,12 +28,12 @@ from ipc.messages import (
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread, Item
 from worker.lifeline import die_with_parent
-from worker.links.gloo import GlooReceiver, GlooSender
 from worker.memory import free_memory
 from worker.model_runner import ModelRunner
 from worker.settings import WorkerSettings
+from worker.shortage import shortage
 from worker.stage import Stage
-from worker.startup import LoadedStage, connect_epoch, load_stage, make_caches
+from worker.startup import LoadedStage, connect_epoch, load_stage, make_caches, make_links, memory_for
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 """What a neighbour gets to take the last activations when all ranks shut down."""
+
+MAX_FRAMES = 6
+"""Of a traceback in the log: an operator wants to know where, not how it came there."""
 
 LINGER_MS = 1000
 """What the last messages get to leave."""
@@ -60,21 +64,12 @@ def run_worker(settings: WorkerSettings) -> int:
     _quieten_libraries()
     if not die_with_parent(settings.parent_pid):
         return 1
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     topology = Topology(rank=settings.rank, num_stages=settings.world_size)
-    nonce = secrets.randbits(63)
-    token_inbox = None
-    if topology.is_first and not topology.is_last:
-        token_inbox = TokenInbox(context, run_dir=settings.run_dir, nonce=nonce, host=settings.advertise_host)
     clock = StageClock()
-    control = ControlThread(
-        context,
-        settings,
-        _hello(settings, nonce, token_inbox),
-        clock,
-        on_end=lambda: None if token_inbox is None else token_inbox.remove_file(),
-    )
-    control.start()
+    try:
+        context, token_inbox, control = _start_control(settings, topology, clock)
+    except (OSError, RuntimeError, zmq.ZMQError) as error:
+        raise shortage(error) or _start_failure(error) from None
     try:
         return _run(Worker(settings, topology, context, control, clock, token_inbox), control)
     finally:
@@ -83,6 +78,26 @@ def run_worker(settings: WorkerSettings) -> int:
             token_inbox.remove_file()
         if not control.is_alive():
             context.destroy(linger=LINGER_MS)
+
+
+def _start_control(
+    settings: WorkerSettings, topology: Topology, clock: StageClock
+) -> tuple["zmq.Context[zmq.Socket[bytes]]", TokenInbox | None, ControlThread]:
+    """The sockets and the thread that talks to the core."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    nonce = secrets.randbits(63)
+    token_inbox = None
+    if topology.is_first and not topology.is_last:
+        token_inbox = TokenInbox(context, run_dir=settings.run_dir, nonce=nonce, host=settings.advertise_host)
+    control = ControlThread(
+        context,
+        settings,
+        _hello(settings, nonce, token_inbox),
+        clock,
+        on_end=lambda: None if token_inbox is None else token_inbox.remove_file(),
+    )
+    control.start()
+    return context, token_inbox, control
 
 
 def _run(worker: "Worker", control: ControlThread) -> int:
@@ -97,11 +112,30 @@ def _run(worker: "Worker", control: ControlThread) -> int:
         logger.error("%s", error)
         control.fail(str(error), fatal=False)
         return 1
-    except Exception as error:
-        logger.exception("this rank failed")
+    except Exception as error:  # noqa: BLE001 - the top of a rank, which reports whatever it was
+        limit = None if worker.is_ready else shortage(error)
+        if limit is None:
+            logger.error("this rank failed:\n%s", _short_traceback(error))
+        if not worker.is_ready:
+            # What nobody expected, before anybody asked for anything, comes again at the next start.
+            failure = limit or _start_failure(error)
+            control.fail(str(failure), fatal=True)
+            raise failure from None
         control.fail(f"{type(error).__name__}: {error}", fatal=False)
         return 1
     return control.shutdown_code
+
+
+def _start_failure(error: Exception) -> ConfigError:
+    """On one line, for the operator and for whoever will look for the fault."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    where = f" (line {frames[0].lineno} of {os.path.basename(frames[0].filename)})" if frames else ""
+    text = " ".join(str(error).split())
+    return ConfigError("start", f"failed unexpectedly with {type(error).__name__}: {text:.500}{where}")
+
+
+def _short_traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error, limit=-MAX_FRAMES, chain=False)).rstrip()
 
 
 def _hello(settings: WorkerSettings, nonce: int, token_inbox: TokenInbox | None) -> WorkerHello:
@@ -146,6 +180,8 @@ class Worker:
         self._control = control
         self._clock = clock
         self._token_inbox = token_inbox
+        self.is_ready = False
+        """Whether the core was told that steps may come."""
         self._ahead: deque[Item] = deque()
         """Taken from the control thread's inbox, not yet worked on."""
 
@@ -193,19 +229,20 @@ class Worker:
         """Make the cache tensors and the links, use everything once, and report ready."""
         settings, started = self._settings, time.monotonic()
         caches = make_caches(settings, loaded, kv)
-        runner = ModelRunner(
-            loaded.model,
-            loaded.backend,
-            caches,
-            config=settings.config,
-            is_first=self._topology.is_first,
-            is_last=self._topology.is_last,
-            device=loaded.device,
-            dtype=loaded.dtype,
-            num_rows=2 * settings.max_num_seqs,
-            max_model_len=kv.max_model_len,
-            block_size=kv.block_size,
-        )
+        with memory_for("--max-num-seqs", f"the state of {settings.max_num_seqs} sequences", "give fewer"):
+            runner = ModelRunner(
+                loaded.model,
+                loaded.backend,
+                caches,
+                config=settings.config,
+                is_first=self._topology.is_first,
+                is_last=self._topology.is_last,
+                device=loaded.device,
+                dtype=loaded.dtype,
+                num_rows=2 * settings.max_num_seqs,
+                max_model_len=kv.max_model_len,
+                block_size=kv.block_size,
+            )
         stage = self._connect(runner, start, loaded)
         stage.warm_up(kv.max_model_len, kv.block_size)
         kv_bytes = sum(cache.nbytes for cache in caches)
@@ -214,6 +251,7 @@ class Worker:
         self._control.post(WorkerReady(
             core_id=start.core_id, epoch=start.epoch, rank=settings.rank, kv_bytes=kv_bytes, warmup_s=warmup_s
         ))
+        self.is_ready = True
         return stage
 
     def _connect(self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage) -> Stage:
@@ -221,17 +259,7 @@ class Worker:
         receiver = sender = token_outbox = None
         if topology.num_stages > 1:
             group = connect_epoch(settings, start)
-            boundary, is_pinned = loaded.model.boundary(), loaded.device.type == "cuda"
-            if topology.previous_rank is not None:
-                receiver = GlooReceiver(
-                    group, boundary, rank=topology.rank, peer=topology.previous_rank, epoch=start.epoch,
-                    max_tokens=settings.max_num_batched_tokens, timeout_s=settings.link_timeout_s, pinned=is_pinned,
-                )  # fmt: skip
-            if topology.next_rank is not None:
-                sender = GlooSender(
-                    group, boundary, rank=topology.rank, peer=topology.next_rank, epoch=start.epoch,
-                    max_tokens=settings.max_num_batched_tokens, timeout_s=settings.link_timeout_s, pinned=is_pinned,
-                )  # fmt: skip
+            receiver, sender = make_links(settings, topology, loaded, group, start.epoch)
             if topology.is_last:
                 token_outbox = TokenOutbox(self._context, address=start.token_address, epoch=start.epoch)
             if self._token_inbox is not None:

@@ -214,7 +214,7 @@ def test_boundary_and_inputs_stay(models: Models) -> None:
 
 
 def test_a_model_beyond_all_memory(models: Models) -> None:
-    config = replace(read_model_config(str(models.get("tied")[0])), hidden_size=1 << 20, vocab_size=1 << 30)
+    config = replace(read_model_config(str(models.get("tied")[0])), hidden_size=1 << 20, vocab_size=1 << 24)
     backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=8, block_size=4)
     with pytest.raises(ConfigError, match="no memory for the weights of layers 0 to 1 in torch.float32 on cpu"):
         build_stage(config, range(0, 2), is_first=True, is_last=False, dtype=torch.float32, device=CPU, backend=backend)

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr
 
 from ipc.errors import PeerLost
 from worker.links.link import Boundary, HopBuffer, check_trailer
+from worker.shortage import shortage
 
 NUM_SEND_BUFFERS = 2
 NUM_RECEIVE_BUFFERS = 3
@@ -36,7 +37,9 @@ class Group(Protocol):
 def connect_group(
     store: Store, *, rank: int, world_size: int, host: str | None, timeout_s: float
 ) -> Group:
-    """Connect every pair of ranks, listening on ``host`` alone (loopback if None). Raises PeerLost.
+    """Connect every pair of ranks, listening on ``host`` alone (loopback if None).
+
+    Raises PeerLost, and ConfigError when there are not enough open files or threads.
 
     The group is not torch.distributed's default one: that would listen on whatever the machine's name resolves to.
     """
@@ -46,6 +49,8 @@ def connect_group(
         options._devices = [ProcessGroupGloo.create_device(hostname=host or "127.0.0.1")]
         return cast(Group, ProcessGroupGloo(store, rank, world_size, options))
     except RuntimeError as error:
+        if (limit := shortage(error)) is not None:
+            raise limit from None
         raise PeerLost(f"rank {rank}: could not connect to the other {world_size - 1} ranks: {_reason(error)}") from None
 
 

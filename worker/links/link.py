@@ -32,9 +32,13 @@ class HopBuffer:
 
     def __init__(self, boundary: Boundary, max_tokens: int, *, pinned: bool = False) -> None:
         self._boundary = boundary
-        size_bytes = self._layout(max_tokens)[-1] + TRAILER.size
-        self._bytes = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes = torch.zeros(self.size_of(boundary, max_tokens), dtype=torch.uint8, pin_memory=pinned)
         self._memory = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+
+    @staticmethod
+    def size_of(boundary: Boundary, max_tokens: int) -> int:
+        """Bytes that a buffer takes."""
+        return _layout(boundary, max_tokens)[-1] + TRAILER.size
 
     def message(self, num_tokens: int) -> Tensor:
         """The bytes that travel for so many tokens: a view."""
@@ -63,12 +67,16 @@ class HopBuffer:
         return epoch, step_id, tokens
 
     def _layout(self, num_tokens: int) -> list[int]:
-        """Start of each tensor, then of the trailer."""
-        starts = [0]
-        for part in self._boundary:
-            end = starts[-1] + num_tokens * part.width * part.dtype.itemsize
-            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        return starts
+        return _layout(self._boundary, num_tokens)
+
+
+def _layout(boundary: Boundary, num_tokens: int) -> list[int]:
+    """Start of each tensor, then of the trailer."""
+    starts = [0]
+    for part in boundary:
+        end = starts[-1] + num_tokens * part.width * part.dtype.itemsize
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+    return starts
 
 
 class Sender(Protocol):

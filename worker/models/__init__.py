@@ -1,7 +1,7 @@
 """Model families, one a file; this one builds a stage of whichever the configuration names, and fills it."""
 
 from worker.models.building import build_stage
-from worker.models.loading import load_weights
+from worker.models.loading import check_weights, load_weights
 from worker.models.stage import BoundaryTensor, StageModel
 
-__all__ = ["BoundaryTensor", "StageModel", "build_stage", "load_weights"]
+__all__ = ["BoundaryTensor", "StageModel", "build_stage", "check_weights", "load_weights"]

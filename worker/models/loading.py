@@ -20,17 +20,31 @@ def load_weights(stage: StageModel, checkpoint: Checkpoint, progress: Callable[[
         ConfigError: for tensors that are missing, of another shape, or left over in this stage's share, before
             anything was read; or for a file that can't be read.
     """
+    sources = check_weights(stage, checkpoint)
+    slots = stage.weight_slots()
+    for done, (name, slot) in enumerate(slots.items(), start=1):
+        slot.load(checkpoint.load(sources[name]))
+        progress(done, len(slots))
+    stage.prepare()
+    return stage.weight_bytes()
+
+
+def check_weights(stage: StageModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """What each of the stage's tensors is called in the checkpoint; nothing is read.
+
+    Works on a stage built on the device ``meta`` too, so that a configuration of another model is found before its
+    weights have memory.
+
+    Raises:
+        ConfigError: for tensors that are missing, of another shape, or left over in this stage's share.
+    """
     slots = stage.weight_slots()
     names = checkpoint.names()
     sources = {name: _source(name, slot, names) for name, slot in slots.items()}
     _check_names(stage, checkpoint, sources, names)
     for name, slot in slots.items():
         _check_shape(checkpoint, sources[name], slot)
-    for done, (name, slot) in enumerate(slots.items(), start=1):
-        slot.load(checkpoint.load(sources[name]))
-        progress(done, len(slots))
-    stage.prepare()
-    return stage.weight_bytes()
+    return sources
 
 
 def _source(name: str, slot: WeightSlot, names: set[str]) -> str:
