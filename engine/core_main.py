@@ -18,7 +18,11 @@ from ipc.logs import set_up_logging
 
 def main() -> int:
     """Start, report, serve; returns the exit code."""
-    config, files = unpack_start(sys.stdin.buffer.read())
+    try:
+        config, files = unpack_start(sys.stdin.buffer.read())
+    except ValueError:
+        # The rank ended while it wrote: nobody waits for this core.
+        return 1
     set_up_logging("core", config.log_level)
     directory = RunDirectory(path=Path(config.run_dir))
     try:

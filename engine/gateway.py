@@ -73,6 +73,7 @@ class Gateway:
         try:
             self._bind(DEFAULT_LISTEN)
         except ConfigError:
+            logger.warning("%s is taken, perhaps by another engine: listening on a free port", DEFAULT_LISTEN)
             self._bind("tcp://127.0.0.1:0")
 
     def receive(self) -> Iterator[FromClient]:

@@ -226,7 +226,7 @@ class _AsyncConnection:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self.attached)
         except TimeoutError:
-            raise PeerLost(f"no core answered at {self.address} within {timeout_s:g} s") from None
+            raise PeerLost(f"no engine answered at {self.address} within {timeout_s:g} s; is `brigade serve` running there?") from None
 
     def open_stream(self, request_id: str, frames: list[Frame]) -> _Inbox:
         if request_id in self._streams:

@@ -206,7 +206,7 @@ class _Connection:
         try:
             item = self._attached.get(timeout=timeout_s)
         except queue.Empty:
-            raise PeerLost(f"no core answered at {self.address} within {timeout_s:g} s") from None
+            raise PeerLost(f"no engine answered at {self.address} within {timeout_s:g} s; is `brigade serve` running there?") from None
         if isinstance(item, Failure):
             raise item.error
         return cast(ModelInfo, item)

@@ -68,7 +68,7 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
-        raise RequestError(f"addr={address!r} is not an address to connect to ({error})", field="addr") from None
+        raise RequestError(f"addr={address!r} must be tcp://HOST:PORT or ipc://PATH", field="addr") from None
 
 
 def check_timeout(timeout_s: float) -> float:

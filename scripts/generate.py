@@ -159,6 +159,10 @@ def _follow(stream: Iterable[Output], *, streamed: bool) -> Answer:
             )
     except RequestError as error:
         answer = Answer(text=answer.text, token_ids=answer.token_ids, error=error)
+    except PeerLost:
+        if streamed and answer.text:
+            click.echo()
+        raise
     if streamed and (answer.text or answer.error is None):
         click.echo()
     return answer

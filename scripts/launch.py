@@ -118,7 +118,10 @@ class Launcher:
         if core is not None and not _ended_within(core.pid, CORE_END_S):
             _send(core.pid, signal.SIGKILL)
         run_directory.remove()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        # Ranks that were killed may still be on their way out, with a last file to write.
+        deadline = time.monotonic() + CORE_END_S
+        while os.path.isdir(self._directory) and time.monotonic() < deadline:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _agent_words(self) -> list[str]:
         return [

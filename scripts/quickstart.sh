@@ -25,12 +25,14 @@ clean_up() {
     rm -rf "$work"
 }
 trap clean_up EXIT
-trap 'exit 130' INT
+trap 'say "interrupted"; exit 130' INT
 trap 'exit 143' TERM
 
 flags=(--pp 2 --dtype float32 --kv-cache-memory 256M)
 say "server: brigade serve ${BRIGADE_DEMO_MODEL##*/} ${flags[*]}"
-"$PYTHON" -m scripts.cli serve "$BRIGADE_DEMO_MODEL" "${flags[@]}" </dev/null >"$work/log" 2>&1 &
+: >"$work/log"
+# In a session of its own: a Ctrl-C ends this script, which then asks the server once, not twice, to stop.
+setsid "$PYTHON" -m scripts.cli serve "$BRIGADE_DEMO_MODEL" "${flags[@]}" </dev/null >"$work/log" 2>&1 &
 server=$!
 
 address=
@@ -42,7 +44,11 @@ while [ $SECONDS -lt $deadline ] && IFS= read -r -t $((deadline - SECONDS)) line
         break
     fi
 done < <(tail -n +1 -f --pid="$server" "$work/log")
-[ -n "$address" ] || fail "the server ended or was not ready within $SECONDS_TO_START s; its output is above"
+if [ -z "$address" ]; then
+    cat "$work/log" >&2
+    kill -0 "$server" 2>/dev/null || fail "the server ended before it was ready; its output is above"
+    fail "the server was not ready within $SECONDS_TO_START s; its output is above"
+fi
 
 say "prompt: $PROMPT"
 "$PYTHON" -m scripts.cli generate --connect "$address" --temperature 0 --max-tokens "$MAX_TOKENS" "$PROMPT" \

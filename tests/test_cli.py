@@ -24,7 +24,7 @@ class EchoClient:
 
     def __init__(self, address: str) -> None:
         if address == "tcp://127.0.0.1:1":
-            raise PeerLost(f"no core answered at {address}")
+            raise PeerLost(f"no engine answered at {address}")
         self.prompts: list[str] = []
         self.params: list[Any] = []
         self.num_open = 0
@@ -156,7 +156,7 @@ def test_bad_input_is_refused_in_one_line(
 
 def test_a_missing_engine_and_a_lost_one_have_their_own_code(client: type[EchoClient]) -> None:
     missing = run("x", "--connect", "tcp://127.0.0.1:1")
-    assert (missing.exit_code, missing.stderr) == (3, "Error: no core answered at tcp://127.0.0.1:1\n")
+    assert (missing.exit_code, missing.stderr) == (3, "Error: no engine answered at tcp://127.0.0.1:1\n")
     lost = run("x", "lost")
     assert (lost.exit_code, lost.stdout, lost.stderr) == (3, "X\n", "Error: the core is gone\n")
 

@@ -368,7 +368,7 @@ def test_abort_stats_health_and_leaving_early() -> None:
 
 
 def test_nobody_at_the_address() -> None:
-    with pytest.raises(PeerLost, match="no core answered at tcp://127.0.0.1:1 within 0.1 s"):
+    with pytest.raises(PeerLost, match="no engine answered at tcp://127.0.0.1:1 within 0.1 s"):
         Client("tcp://127.0.0.1:1", timeout_s=0.1)
     with pytest.raises(PeerLost, match="not attached"):
         AsyncClient("tcp://127.0.0.1:1").generate("x")
