@@ -67,7 +67,7 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
         raise RequestError(f"addr={_shown(address)} must be a text such as tcp://127.0.0.1:5757", field="addr")
     try:
         socket.connect(address)
-    except zmq.ZMQError as error:
+    except zmq.ZMQError:
         raise RequestError(f"addr={address!r} must be tcp://HOST:PORT or ipc://PATH", field="addr") from None
 
 

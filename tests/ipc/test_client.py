@@ -98,7 +98,7 @@ def test_text_that_is_no_address(address: str) -> None:
     assert caught.value.field == "addr"
 
     async def go() -> None:
-        with pytest.raises(RequestError, match="is not an address"):
+        with pytest.raises(RequestError, match="must be tcp"):
             await AsyncTokenClient(address).attach()
 
     run(go())
