@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.batch_plan import BatchPlan, StepIdentity
 from engine.in_flight import RowPool, StepsInFlight
 from engine.kv_cache_manager import KVCacheManager
+from engine.kv_spec import FullAttention, KVSpec, most_blocks
 from engine.logprobs import rows_of, untold_part
 from engine.request import Request, RequestStatus, ending_of
 from ipc.errors import ConfigError, ProtocolError, RequestError
@@ -36,6 +37,8 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     eos_token_ids: frozenset[int] = frozenset()
+    kv_groups: tuple[KVSpec, ...] = (FullAttention(),)
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
@@ -43,11 +46,12 @@ class SchedulerConfig:
                 raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}")
         if self.max_model_len < 2:
             raise ConfigError("max_model_len", f"must be at least 2 (a prompt and one answer token), got {self.max_model_len}")
-        if self.num_blocks * self.block_size < self.max_model_len:
+        needed = most_blocks(self.kv_groups, self.max_model_len, self.block_size, self.max_num_batched_tokens)
+        if self.num_blocks < needed:
             raise ConfigError(
                 "num_blocks",
                 f"{self.num_blocks} blocks of {self.block_size} tokens hold less than one request of max_model_len="
-                f"{self.max_model_len}; lower max_model_len or give the cache more memory",
+                f"{self.max_model_len}, which takes {needed}; lower max_model_len or give the cache more memory",
             )
 
 
@@ -64,6 +68,10 @@ class SchedulerStats:
     num_generated_tokens: int
     num_prompt_tokens: int
     """Of requests when they run for the first time."""
+    prefix_query_tokens: int
+    """Tokens for which a computed beginning was looked for, when their request ran for the first time."""
+    prefix_hit_tokens: int
+    """Those of them that were found."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +95,13 @@ class Scheduler:
         self.num_cohorts = config.num_stages
         self.depth = config.num_stages
         """Steps that may be in flight."""
-        self._kv = KVCacheManager(num_blocks=config.num_blocks, block_size=config.block_size)
+        self._kv = KVCacheManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            groups=config.kv_groups,
+            max_chunk=config.max_num_batched_tokens,
+            prefix_caching=config.prefix_caching,
+        )
         self._rows = RowPool(ROWS_PER_SEQUENCE * config.max_num_seqs)
         self._in_flight = StepsInFlight()
         self._waiting: OrderedDict[int, Request] = OrderedDict()
@@ -143,7 +157,13 @@ class Scheduler:
             preemptions=self._preemptions,
             num_generated_tokens=self._num_generated_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
+            prefix_query_tokens=self._kv.stats.query_tokens,
+            prefix_hit_tokens=self._kv.stats.hit_tokens,
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what finished requests left; those that run keep what they hold and share it no more."""
+        self._kv.reset()
 
     # ------------------------------------------------------------------------------------------------ the next step
 
@@ -211,11 +231,10 @@ class Scheduler:
             if request.num_steps_in_flight:
                 # Preempted with output still to come: that output decides what there is to compute.
                 return
-            num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
             # One block for each running request: what is admitted now shall not be preempted at the next block's edge.
-            if num_blocks + len(self._running) > self._kv.pool.num_free:
+            if not self._kv.admit(request, request.num_tokens + 1, spare=len(self._running)):
                 return
-            num_tokens = min(request.num_tokens, plan.tokens_left)
+            num_tokens = min(request.num_tokens - request.num_scheduled_tokens, plan.tokens_left)
             self._start(request, num_tokens, plan)
 
     def _start(self, request: Request, num_tokens: int, plan: BatchPlan) -> None:
@@ -224,8 +243,7 @@ class Scheduler:
         self._prefilling[request.internal_id] = request
         request.status = RequestStatus.RUNNING
         request.row, named_by_step = self._rows.take()
-        self._kv.open_tables(request)
-        gained = self._kv.allocate(request, num_tokens)
+        gained = self._kv.allocate(request, request.num_scheduled_tokens + num_tokens)
         assert gained is not None, "admission counted these blocks as free"
         if not request.has_started:
             request.has_started = True
@@ -281,6 +299,8 @@ class Scheduler:
                     raise RequestError("the model produced NaN", code="internal")
                 if request.row == row:
                     request.num_computed_tokens += num_tokens
+                    if request.num_computed_tokens >= request.next_block_edge:
+                        self._kv.advance(request)
                 if row in prompt_logprobs:
                     item.prompt_logprobs = untold_part(request, prompt_logprobs[row])
                 if samples:
@@ -367,7 +387,6 @@ class Scheduler:
         samples_in_flight = bool(in_flight) and in_flight[-1][1]
         places = [key in self._prefilling, key in self._ready, samples_in_flight]
         assert places.count(True) == 1, f"a running request is in {places} of prefilling, ready, in flight"
-        assert self._kv.num_blocks_for(request.num_scheduled_tokens) == sum(map(len, request.block_ids))
 
 
 def _tokens_by_row(output: ModelRunnerOutput) -> dict[int, int]:

@@ -142,7 +142,7 @@ def test_a_crowded_pool_preempts_the_newest_and_all_finish() -> None:
     assert 0 < harness.scheduler.stats().preemptions <= 8
     assert requests[0].num_preemptions == 0
     readmitted = [new for plan in harness.plans for new in plan.new_requests if len(new.token_ids) > new.num_prompt_tokens]
-    assert readmitted and all(new.num_computed_tokens == 0 and new.num_prompt_tokens == 20 for new in readmitted)
+    assert readmitted and all(new.num_prompt_tokens == 20 for new in readmitted)
 
 
 def test_the_newest_request_waits_in_place_rather_than_give_up_its_blocks() -> None:
