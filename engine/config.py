@@ -42,6 +42,7 @@ class CoreConfig:
     """Bytes of KV cache per rank by flag."""
     kv_memory_share: float = 0.25
     """Share of the measured free memory that the caches of all ranks on a host may take together."""
+    prefix_caching: bool = True
     max_queued_requests: int = 4096
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""

@@ -19,8 +19,9 @@ import zmq
 from engine.config import CoreConfig, ModelFiles
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway, check_request
+from engine.kv_spec import spec_of
 from engine.request import ClientId, Request
-from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
+from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
 from ipc.channel import open_socket
 from ipc.endpoints import RunDirectory, host_id
 from ipc.errors import ProtocolError, RequestError
@@ -84,7 +85,16 @@ class EngineCore:
         self._failed_epochs = 0
         self._num_restarts = 0
         self._num_requests = 0
-        self._totals = {"preemptions_total": 0, "generation_tokens_total": 0, "prompt_tokens_total": 0}
+        self._totals = dict.fromkeys(
+            (
+                "preemptions_total",
+                "generation_tokens_total",
+                "prompt_tokens_total",
+                "prefix_cache_query_tokens_total",
+                "prefix_cache_hit_tokens_total",
+            ),
+            0,
+        )
         """Of past epochs."""
         self._drain_deadline: float | None = None
         self._agent_deadline: float | None = None
@@ -230,6 +240,8 @@ class EngineCore:
                 block_size=config.block_size,
                 num_blocks=event.plan.num_blocks,
                 eos_token_ids=frozenset(config.eos_token_ids),
+                kv_groups=tuple(map(spec_of, event.plan.groups)),
+                prefix_caching=config.prefix_caching,
             ),
             core_id=self._core_id,
             epoch=event.epoch,
@@ -258,9 +270,7 @@ class EngineCore:
         if self._scheduler is not None:
             stats = self._scheduler.stats()
             produced = stats.num_generated_tokens > 0
-            self._totals["preemptions_total"] += stats.preemptions
-            self._totals["generation_tokens_total"] += stats.num_generated_tokens
-            self._totals["prompt_tokens_total"] += stats.num_prompt_tokens
+            self._totals = self._totals_with(stats)
             lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
             for request in self._scheduler.unfinished():
                 self._fail(request, lost)
@@ -315,6 +325,10 @@ class EngineCore:
         params = message.params
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(62))
+        cache_key_parts: tuple[tuple[int, bytes], ...] = ()
+        if params.cache_salt is not None:
+            cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
+            params = replace(params, cache_salt=None)  # workers have no use for it
         request = Request(
             request_id=message.request_id,
             internal_id=self._num_requests,
@@ -324,6 +338,7 @@ class EngineCore:
             output_token_ids=message.output_token_ids.tolist(),
             priority=message.priority,
             arrival_time=time.monotonic(),
+            cache_key_parts=cache_key_parts,
         )
         if self._scheduler is None:
             self._queue.append(request)
@@ -360,6 +375,7 @@ class EngineCore:
             seed=request.params.seed or 0,
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
         ))
 
     def _fail(self, request: Request, error: RequestError) -> None:
@@ -418,8 +434,11 @@ class EngineCore:
         elif message.op == "health":
             values = {"ready": self._scheduler is not None, "state": self._executor.phase.value,
                       "epoch": self._executor.epoch}
+        elif message.op == "reset_prefix_cache":
+            if self._scheduler is not None:  # without one there is no cache either
+                self._scheduler.reset_prefix_cache()
         else:
-            error = f"op={message.op[:64]!r} is not one of stats, health"
+            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache"
         return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
 
     def _stats(self) -> Scalars:
@@ -442,12 +461,20 @@ class EngineCore:
                 kv_blocks_total=stats.total_blocks,
                 kv_blocks_free=stats.free_blocks,
                 steps_in_flight=stats.steps_in_flight,
-                preemptions_total=self._totals["preemptions_total"] + stats.preemptions,
-                generation_tokens_total=self._totals["generation_tokens_total"] + stats.num_generated_tokens,
-                prompt_tokens_total=self._totals["prompt_tokens_total"] + stats.num_prompt_tokens,
+                **self._totals_with(stats),
             )
         for rank, report in self._executor.stage_reports().items():
             values[f"stage_{rank}_resident_bytes"] = report.resident_bytes
             values[f"stage_{rank}_busy_s"] = report.busy_s
         return values
+
+    def _totals_with(self, stats: SchedulerStats) -> dict[str, int]:
+        of_epoch = {
+            "preemptions_total": stats.preemptions,
+            "generation_tokens_total": stats.num_generated_tokens,
+            "prompt_tokens_total": stats.num_prompt_tokens,
+            "prefix_cache_query_tokens_total": stats.prefix_query_tokens,
+            "prefix_cache_hit_tokens_total": stats.prefix_hit_tokens,
+        }
+        return {name: total + of_epoch[name] for name, total in self._totals.items()}
 

@@ -120,7 +120,7 @@ class KVCacheGroup:
     """Layers that share block tables because their cache grows by the same rule."""
 
     kind: Name
-    """Spec type: "full"; later others such as "window"."""
+    """Spec type: "full" or "window"; the ledger's rule for it."""
     layers: Ints
     """Global layer numbers."""
     window: U32 = 0
@@ -232,7 +232,7 @@ class NewRequestData:
     num_computed_tokens: U32
     """Tokens whose keys and values are already in the blocks below."""
     block_ids: tuple[Ints, ...]
-    """Per KV group."""
+    """Per KV group; -1 where no token to come reads in a group with a window."""
     params: SamplingParams
     """``seed`` is always set: the core draws one where the client gave none."""
 
@@ -359,7 +359,7 @@ class Control:
 
     control_id: U64
     op: Name
-    """"stats" or "health"."""
+    """"stats", "health", or "reset_prefix_cache" (forget what finished requests left)."""
 
 
 @message(tag=48)
@@ -413,6 +413,7 @@ class RequestOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: U32 = 0
+    """Of the prompt, those that the prefix cache had when the request first ran."""
 
 
 @message(tag=50)

@@ -86,6 +86,8 @@ SERVE_OPTIONS = (
             help="KV blocks in the pool.  [default: by measured free memory]"),
     _option(_MEMORY, "--kv-cache-memory", type=Bytes(), default=None,
             help="KV cache bytes per stage, such as 2GiB.  [default: by measured free memory]"),
+    _option(_MEMORY, "--prefix-caching/--no-prefix-caching", default=True,
+            help="Keep the KV blocks of finished requests while there is room, for prompts that begin the same."),
     _option(_MEMORY, "--max-queued-requests", type=click.IntRange(1), default=4096,
             help="Requests that may wait beyond those that run; more are refused at once."),
     _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",

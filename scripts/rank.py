@@ -150,6 +150,7 @@ def _ensure_core(
         block_size=options["block_size"],
         num_kv_blocks=options["num_kv_blocks"],
         kv_cache_memory=options["kv_cache_memory"],
+        prefix_caching=options["prefix_caching"],
         max_queued_requests=options["max_queued_requests"],
         seed=options["seed"],
         drain_timeout_s=options["drain_timeout"],

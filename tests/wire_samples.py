@@ -20,6 +20,7 @@ FILE = Path(__file__).parent / "golden" / "wire.txt"
 PARAMS = SamplingParams(
     max_tokens=5, temperature=0.5, top_k=4, top_p=0.25, seed=9, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2, prompt_logprobs=0,
+    prefix_caching=False, cache_salt="é",
 )  # fmt: skip
 
 

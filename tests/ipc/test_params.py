@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "top_p": ([-0.5, 1.01, float("nan"), float("inf"), 2, 10**400], "must be between 0 and 1"),
     "seed": ([-1, MAX_SEED + 1, 1 << 64, 10**5000], f"must be between 0 and {MAX_SEED}"),
     "stop": ([[""], "", "x" * (MAX_STOP_STRING_CHARS + 1), ["a", "x" * 5000]],
-             f"each must have 1 to {MAX_STOP_STRING_CHARS} characters"),
+             f"must have 1 to {MAX_STOP_STRING_CHARS} characters"),
     "stop_token_ids": ([[-1], [1, MAX_TOKEN_ID + 1], -1, [10**5000]], f"must be between 0 and {MAX_TOKEN_ID}"),
     "logprobs": ([-1, MAX_LOGPROBS + 1, 10**6], f"must be between 0 and {MAX_LOGPROBS}"),
     "prompt_logprobs": ([-1, MAX_LOGPROBS + 1], f"must be between 0 and {MAX_LOGPROBS}"),
