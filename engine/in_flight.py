@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.cost_model import StepShape
 from engine.request import Request
 from ipc.errors import ProtocolError
 
@@ -17,7 +18,8 @@ class InFlightStep:
     rows: list[int]
     num_scheduled_tokens: list[int]
     samples: list[bool]
-    """True where the step reaches the last known token, so that the row samples."""
+    """True where the step reaches the last token, known or promised by an earlier step, so that the row samples."""
+    shape: StepShape
 
 
 class StepsInFlight:

@@ -58,6 +58,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
     arrival_time: float = 0.0
+    deadline: float | None = None
+    """On the core's monotonic clock; a request that is not over by then ends with reason "timeout"."""
     cache_key_parts: tuple[tuple[int, bytes], ...] = ()
     """Beside tokens, what decides the content of KV blocks: from a position on, these bytes (a salt or an adapter at 0,
     the hash of an image where its tokens begin). Only equal parts share blocks."""
@@ -71,6 +73,10 @@ class Request:
     row: int = NO_ROW
     block_ids: tuple[list[int], ...] = ()
     """Per KV group, in the order of the tokens."""
+    max_num_tokens: int = NEVER
+    """Of prompt and answer together: known ahead, so nothing is scheduled past it."""
+    num_passes: int = 0
+    """Requests that overtook this one while it was the head of the queue and did not fit."""
     num_scheduled_tokens: int = 0
     """Leading tokens of the sequence that steps of this life compute, steps in flight included."""
     num_computed_tokens: int = 0
