@@ -36,6 +36,11 @@ class StepsInFlight:
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps)
 
+    @property
+    def newest(self) -> InFlightStep:
+        """The step that was sent last; there must be one in flight."""
+        return self._steps[-1]
+
     def send(self, step: InFlightStep) -> None:
         assert step.step_id == self.last_sent_id + 1
         self.last_sent_id = step.step_id

@@ -14,7 +14,7 @@ from ipc.errors import ConfigError
 PREFILL_SHARE = 0.62
 """Of a round's time, while decodes run and one prompt is computed; the knob is ``--prefill-share``.
 
-A share s makes the streams 1 / (1 - s) times slower and the prompt 1 / s times: at 0.62 both stay bearable, 2.6 and 1.6.
+With 1 prompts are not throttled at all. A share s makes the streams 1 / (1 - s) times slower and the prompt 1 / s times: at 0.62 both stay bearable, 2.6 and 1.6.
 """
 
 MAX_PREFILL_SHARE = 0.9
@@ -120,8 +120,8 @@ class CohortPacing:
     ) -> None:
         if num_cohorts is not None and not 1 <= num_cohorts <= num_stages + 1:
             raise ConfigError("num_cohorts", f"must be between 1 and {num_stages + 1} (stages + 1), got {num_cohorts}")
-        if not 0 < prefill_share <= MAX_PREFILL_SHARE:
-            raise ConfigError("prefill_share", f"must be above 0 and at most {MAX_PREFILL_SHARE}, got {prefill_share}")
+        if not 0 < prefill_share <= 1:
+            raise ConfigError("prefill_share", f"must be above 0 and at most 1, got {prefill_share}")
         self._num_stages = num_stages
         self._costs = costs
         self._fixed_cohorts = num_cohorts
@@ -143,10 +143,12 @@ class CohortPacing:
             return Pace(load.num_decodes / self._num_cohorts, 0, math.inf)
         if not load.num_decodes:
             return Pace(1.0, 0, self._lone_prompt_step(load))
+        if self._prefill_share == 1:
+            return Pace(load.num_decodes / self._num_cohorts, 0, math.inf)
         costs = self._costs.coefficients
         pressure = costs.prompt_time(load.num_tokens_behind, load.num_squares_behind) / self._num_stages
         least = self._round_s / (1 - self._prefill_share)
-        most = self._round_s / (1 - MAX_PREFILL_SHARE)
+        most = max(least, self._round_s / (1 - MAX_PREFILL_SHARE))
         decodes_s = load.num_decodes * costs.decode_time(load.context) / self._num_stages
         num_cohorts = self._cohorts_beside_prompts(load, least)
         heads_s = num_cohorts * costs.head_s / self._num_stages

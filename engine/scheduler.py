@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.batch_plan import BatchPlan, StepIdentity
 from engine.cost_model import CostModel, FittedCosts
-from engine.in_flight import RowPool, StepsInFlight
+from engine.in_flight import InFlightStep, RowPool, StepsInFlight
 from engine.kv_cache_manager import KVCacheManager
 from engine.logprobs import rows_of, untold_part
 from engine.pacing import ChunkBudget, CohortPacing, GreedyPacing, Load, Pace
@@ -134,6 +134,11 @@ class Scheduler:
         """Of all requests in the queue."""
         return self._waiting.num_tokens
 
+    @property
+    def newest_step(self) -> InFlightStep:
+        """What was sent last, while it is in flight."""
+        return self._in_flight.newest
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self._running),
@@ -219,6 +224,8 @@ class Scheduler:
         if has_prompts and len(ready) < pace.least_decodes and not self._is_overdue(ready):
             return
         for request in ready:
+            if len(plan) == most:
+                return
             if request.status is not RequestStatus.RUNNING:
                 continue
             gained = self._allocate(request, 1, plan)
@@ -237,7 +244,8 @@ class Scheduler:
             newest_usable += 1
         ready: list[Request] = []
         for request in self._decodes.values():
-            if request.sampled_by_step > newest_usable or len(ready) == most:
+            # One more than can go: one at a time may lack blocks, the one whose turn it is to give way.
+            if request.sampled_by_step > newest_usable or len(ready) > most:
                 break
             ready.append(request)
         return ready
