@@ -13,7 +13,7 @@ from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, Schedu
 from ipc import codec
 from ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ipc.params import SamplingParams
-from tests.fakes import FakeWorker, chain_of, expected_output, pseudo_logprobs
+from tests.fakes import FakeClock, FakeWorker, chain_of, expected_output, pseudo_logprobs
 
 EOS = frozenset({3, 77})
 
@@ -46,6 +46,7 @@ class Harness:
         self.config = make_config(**changes)
         self.has_constant_hash = has_constant_hash
         self.epoch = 0
+        self.clock = FakeClock()
         self.past: list[SchedulerStats] = []
         """Of epochs that were lost."""
         self._begin_epoch()
@@ -59,7 +60,7 @@ class Harness:
         self.epoch += 1
         hashing = patch("engine.kv_cache_manager.keyed_hash", constant_hash) if self.has_constant_hash else nullcontext()
         with hashing:
-            self.scheduler = Scheduler(self.config, core_id=5, epoch=self.epoch)
+            self.scheduler = Scheduler(self.config, core_id=5, epoch=self.epoch, clock=self.clock)
         self.worker = FakeWorker.for_config(self.config, self.scheduler.depth)
 
     def lose_workers(self) -> None:
@@ -129,6 +130,7 @@ class Harness:
     def receive(self) -> list[RequestProgress]:
         """Let the oldest step return."""
         output = codec.decode(codec.encode(self.worker.receive()), [ModelRunnerOutput])
+        self.clock.advance(0.001)
         progress = self.scheduler.update(output)
         self.scheduler.check_books()
         for item in progress:
