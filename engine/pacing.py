@@ -26,6 +26,9 @@ NOTICEABLE_GAIN = 0.01
 LOW_FREE_SHARE = 0.1
 """Of the KV blocks: with fewer free, prompts slow down in proportion, so that decodes can finish and give blocks back."""
 
+GROWTH = 0.02
+"""By which a step with prompts may take longer than the one before it, where the head does not allow for more."""
+
 MIN_CHUNK_TOKENS = 16
 """Smallest piece into which a longer prompt is cut by time: below, a step's constant time is all there is."""
 
@@ -49,6 +52,8 @@ class Load:
     num_squares_behind: int
     free_share: float
     """Of the KV blocks."""
+    last_step_s: float
+    """Stage time of the newest step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,7 @@ class CohortPacing:
         step_s = min(step_s, most / self._num_stages - heads_s)
         idle_s = costs.step_s + decodes_s
         step_s = idle_s + (step_s - idle_s) * min(1.0, load.free_share / LOW_FREE_SHARE)
+        step_s = min(step_s, self._after(load.last_step_s))
         size = load.num_decodes / num_cohorts
         return Pace(size, math.ceil(size / 2), step_s)
 
@@ -182,6 +188,14 @@ class CohortPacing:
         return max(
             num_cohorts * (stage_s + costs.head_s), self._num_stages * stage_s + costs.head_s + costs.return_s
         )
+
+    def _after(self, last_step_s: float) -> float:
+        """How long a step may take behind one that took ``last_step_s`` on each stage.
+
+        A step that takes d longer reaches the last stage (P - 1) * d late; the head of the step in front covers for that.
+        """
+        head_s = self._costs.coefficients.head_s
+        return last_step_s + max(head_s / max(1, self._num_stages - 1), GROWTH * last_step_s)
 
     def _cohorts_beside_prompts(self, load: Load, round_s: float) -> int:
         """As few as fit into steps of equal time: each step that samples costs the last stage a head."""

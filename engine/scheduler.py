@@ -86,6 +86,8 @@ class Scheduler:
         """What rounding down has left of cohorts' sizes."""
         self._context = 0.0
         """Tokens that decodes of the newest step with any look back on, on average."""
+        self._last_step_s = 0.0
+        """Stage time of the newest step, by the cost model."""
         self._blocked = (-1, 0, 0)
         """Which head of the queue did not fit last, with how many blocks to spare, and in front of how many."""
         self._preemptions = 0
@@ -196,6 +198,7 @@ class Scheduler:
             num_tokens_behind=num_tokens - (end - done),
             num_squares_behind=squares - (end * end - done * done),
             free_share=self._kv.pool.num_free / self.config.num_blocks,
+            last_step_s=self._last_step_s,
         )
 
     def _may_admit(self) -> bool:
@@ -374,6 +377,7 @@ class Scheduler:
         if num_decodes:
             self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0)
             self._context = context / num_decodes
+        self._last_step_s = self.costs.coefficients.stage_time(step.shape)
         self._in_flight.send(step)
         self.costs.sent(step.step_id, step.shape, self._clock(), output.needs_tokens_of_step)
         return output
