@@ -34,6 +34,7 @@ class FakeGroup:
         self.config = config
         self.epoch_start: EpochStart | None = None
         self.num_steps = 0
+        self.plans: list[SchedulerOutput] = []
         self.shut_down = threading.Event()
         self.failure: BaseException | None = None
         self._address = address
@@ -105,6 +106,7 @@ class FakeGroup:
                             self._hold.wait(30)
                         worker.send(message)
                         self.num_steps += 1
+                        self.plans.append(message)
                         socket.send_multipart(encode(worker.receive()))
                     elif isinstance(message, Shutdown):
                         self.shut_down.set()
