@@ -76,6 +76,13 @@ class KVCacheManager:
         """Most blocks that a sequence of this length holds at once, over all groups."""
         return most_blocks(self.groups, num_tokens, self.block_size, self._max_chunk)
 
+    def num_blocks_held_alone(self, request: Request) -> int:
+        """Blocks that become free when this request gives back its own. O(length of its tables)."""
+        num_holders = self.pool.num_holders
+        return sum(
+            block_id != ABSENT and num_holders(block_id) == 1 for table in request.block_ids for block_id in table
+        )
+
     # --------------------------------------------------------------------------------------------- one life
 
     def admit(self, request: Request, num_tokens: int, spare: int = 0) -> bool:

@@ -119,7 +119,11 @@ def test_blocks_are_shared_while_their_first_owner_runs_but_not_before_their_out
     apply(manager, first)
     second = opened(manager, make_request(12))
     assert second.num_computed_tokens == 8 and second.block_ids[0] == first.block_ids[0][:2]
+    assert [manager.num_blocks_held_alone(request) for request in (first, early, second)] == [0, 0, 0]
+    compute(manager, first, 12)
+    assert manager.num_blocks_held_alone(first) == 1
     manager.free(first)
+    assert manager.num_blocks_held_alone(second) == 2
     manager.check_books([early, second])
 
 
