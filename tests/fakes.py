@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.kv_spec import ABSENT, FullAttention, KVSpec
+from engine.kv_spec import ABSENT, FullAttention, KVSpec, SlidingWindow
 from engine.scheduler import ROWS_PER_SEQUENCE, SchedulerConfig
 from ipc.messages import (
     CachedRequestData,
@@ -78,6 +78,15 @@ def expected_output(
             return tokens, "length", None
 
 
+SlotContent = tuple[int, int, tuple[tuple[int, bytes], ...]]
+"""KV group (one memory serves all), a value that depends on all tokens so far, and the key parts so far."""
+
+
+def oldest_read(spec: KVSpec, position: int) -> int:
+    """The oldest position that a token there attends to; deliberately not asked of the ledger's own rule."""
+    return max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
+
+
 @dataclass(eq=False)
 class FakeRow:
     """One life of a request as the workers see it."""
@@ -131,12 +140,15 @@ class FakeWorker:
         self.nan_requests: set[str] = set()
         """Requests whose logits hold a NaN from now on."""
         self.rows: list[FakeRow | None] = [None] * num_rows
-        self.slots: dict[int, tuple[int, int]] = {}
-        """KV group that wrote the slot last, and what it holds: one memory serves all groups."""
+        self.key_parts: dict[str, tuple[tuple[int, bytes], ...]] = {}
+        """By request: what beside tokens decides what slots hold, as real workers see an adapter or an image."""
+        self.slots: dict[int, SlotContent] = {}
         self.written_by: dict[int, int] = {}
         """Step that wrote the slot last."""
         self.last_step_id = 0
         self.last_returned_id = 0
+        self.forgotten_up_to_step = 0
+        """What this step and earlier ones wrote must not be found any more."""
         self.num_shared_tokens = 0
         """Tokens that new rows found computed, over all groups."""
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -212,10 +224,11 @@ class FakeWorker:
             tables=[list(table) for table in new.block_ids],
         )
         for group, spec in enumerate(self.groups):
-            for position in range(spec.first_read(new.num_computed_tokens), new.num_computed_tokens):
+            for position in range(oldest_read(spec, new.num_computed_tokens), new.num_computed_tokens):
                 slot = self._slot(owner, group, position)
                 written_by = self.written_by.get(slot, 0)
                 _require(0 < written_by <= self.last_returned_id, f"row {row} shares slot {slot} before step {written_by} is back")
+                _require(written_by > self.forgotten_up_to_step, f"row {row} shares slot {slot}, which was to be forgotten")
                 self.num_shared_tokens += 1
 
     def _grow_tables(self, rows: list[int], deltas: CachedRequestData) -> None:
@@ -244,7 +257,7 @@ class FakeWorker:
             if owner is None:
                 continue
             for group, (spec, table) in enumerate(zip(self.groups, owner.tables, strict=True)):
-                for index in range(spec.first_read(owner.num_computed) // self.block_size, len(table)):
+                for index in range(oldest_read(spec, owner.num_computed) // self.block_size, len(table)):
                     _require(0 <= table[index] < self.num_blocks, f"block {table[index]} of row {row} does not exist")
                     owners.setdefault(table[index], []).append((row, owner, group, index))
         for block_id, holders in owners.items():
@@ -267,15 +280,15 @@ class FakeWorker:
             _require(end <= len(table) * self.block_size, f"row {row} has no slot for token {end - 1}")
             for position in range(owner.num_computed, end):
                 slot = self._slot(owner, group, position)
-                self.slots[slot] = group, owner.value_at(position)
+                self.slots[slot] = self._content(owner, group, position)
                 self.written_by[slot] = self.last_step_id
 
     def _read(self, row: int, owner: FakeRow, end: int) -> None:
         for group, spec in enumerate(self.groups):
-            for position in range(spec.first_read(owner.num_computed), end):
+            for position in range(oldest_read(spec, owner.num_computed), end):
                 slot = self._slot(owner, group, position)
                 _require(
-                    self.slots.get(slot) == (group, owner.value_at(position)),
+                    self.slots.get(slot) == self._content(owner, group, position),
                     f"row {row} reads a foreign or stale slot {slot} at {position}",
                 )
 
@@ -316,6 +329,10 @@ class FakeWorker:
         if owner is None:
             raise RuleBroken(f"row {row} is in the batch and nobody has it")
         return owner
+
+    def _content(self, owner: FakeRow, group: int, position: int) -> SlotContent:
+        parts = self.key_parts.get(owner.request_id, ())
+        return group, owner.value_at(position), tuple(part for part in parts if part[0] <= position)
 
     def _slot(self, owner: FakeRow, group: int, position: int) -> int:
         block_id = owner.tables[group][position // self.block_size]

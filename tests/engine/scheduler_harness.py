@@ -67,15 +67,16 @@ class Harness:
         """The worker group dies: a new scheduler gets what is not over, nothing that was in flight comes back."""
         self.past.append(self.scheduler.stats())
         unfinished = self.scheduler.unfinished()
-        nan_requests = self.worker.nan_requests
+        lost = self.worker
         self._begin_epoch()
-        self.worker.nan_requests = nan_requests
+        self.worker.nan_requests, self.worker.key_parts = lost.nan_requests, lost.key_parts
         for request in unfinished:
             self.scheduler.add(request)
         self.scheduler.check_books()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self.worker.forgotten_up_to_step = self.worker.last_step_id
         self.scheduler.check_books()
 
     def total(self, name: str) -> int:
@@ -97,6 +98,7 @@ class Harness:
             cache_key_parts=key_parts,
         )
         self.requests.append(request)
+        self.worker.key_parts[request.request_id] = key_parts
         self.seen[number] = []
         self.endings[number] = []
         self.scheduler.add(request)

@@ -304,7 +304,7 @@ def test_the_fake_worker_sees_a_stale_slot() -> None:
     harness.send_all()
     harness.receive()
     block_id = harness.scheduler.unfinished()[0].block_ids[0][0]
-    harness.worker.slots[block_id * harness.config.block_size] = (0, 1)
+    harness.worker.slots[block_id * harness.config.block_size] = (0, 1, ())
     with pytest.raises(RuleBroken, match="foreign or stale slot"):
         harness.send()
 
