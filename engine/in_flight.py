@@ -29,6 +29,8 @@ class StepsInFlight:
         self._steps: deque[InFlightStep] = deque()
         self.last_sent_id = 0
         self.last_returned_id = 0
+        self.num_sampling = 0
+        """Of these steps, those in which a row samples."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -44,6 +46,7 @@ class StepsInFlight:
     def send(self, step: InFlightStep) -> None:
         assert step.step_id == self.last_sent_id + 1
         self.last_sent_id = step.step_id
+        self.num_sampling += step.shape.samples
         self._steps.append(step)
 
     def take_back(self, step_id: int) -> InFlightStep:
@@ -52,7 +55,9 @@ class StepsInFlight:
             expected = f"step {self._steps[0].step_id}" if self._steps else "no step"
             raise ProtocolError("ModelRunnerOutput.step_id", f"is {step_id}, {expected} is to return next")
         self.last_returned_id = step_id
-        return self._steps.popleft()
+        step = self._steps.popleft()
+        self.num_sampling -= step.shape.samples
+        return step
 
 
 class RowPool:

@@ -26,11 +26,14 @@ NOTICEABLE_GAIN = 0.01
 LOW_FREE_SHARE = 0.1
 """Of the KV blocks: with fewer free, prompts slow down in proportion, so that decodes can finish and give blocks back."""
 
-GROWTH = 0.02
-"""By which a step with prompts may take longer than the one before it, where the head does not allow for more."""
+BUBBLE_SHARE = 0.08
+"""Of a step's time: what the last stage may wait because a step with prompts takes longer than the one before it."""
 
 MIN_CHUNK_TOKENS = 16
 """Smallest piece into which a longer prompt is cut by time: below, a step's constant time is all there is."""
+
+MANY = 1 << 30
+"""More steps than there can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Load:
     """Of the KV blocks."""
     last_step_s: float
     """Stage time of the newest step."""
+    last_step_samples: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Pace:
 
     cohort_size: float
     """Decodes per step on average, rarely a whole number."""
+    num_cohorts: int
+    """Steps that hold all decodes together; without prompts, one more may be in flight."""
     least_decodes: int
     """Fewer ready ones wait for the next step, as long as this one has prompts to compute."""
     step_s: float
@@ -109,7 +115,7 @@ class GreedyPacing:
     num_cohorts = 1
 
     def pace(self, load: Load) -> Pace:
-        return Pace(float(max(load.num_decodes, 1)), 0, math.inf)
+        return Pace(float(max(load.num_decodes, 1)), MANY, 0, math.inf)
 
 
 class CohortPacing:
@@ -145,11 +151,11 @@ class CohortPacing:
     def pace(self, load: Load) -> Pace:
         self._update_round(load)
         if not load.has_prompts:
-            return Pace(load.num_decodes / self._num_cohorts, 0, math.inf)
+            return Pace(load.num_decodes / self._num_cohorts, self._num_cohorts, 0, math.inf)
         if not load.num_decodes:
-            return Pace(1.0, 0, self._lone_prompt_step(load))
+            return Pace(1.0, 1, 0, self._lone_prompt_step(load))
         if self._prefill_share == 1:
-            return Pace(load.num_decodes / self._num_cohorts, 0, math.inf)
+            return Pace(load.num_decodes / self._num_cohorts, self._num_cohorts, 0, math.inf)
         costs = self._costs.coefficients
         pressure = costs.prompt_time(load.num_tokens_behind, load.num_squares_behind) / self._num_stages
         least = self._round_s / (1 - self._prefill_share)
@@ -161,9 +167,9 @@ class CohortPacing:
         step_s = min(step_s, most / self._num_stages - heads_s)
         idle_s = costs.step_s + decodes_s
         step_s = idle_s + (step_s - idle_s) * min(1.0, load.free_share / LOW_FREE_SHARE)
-        step_s = min(step_s, self._after(load.last_step_s))
+        step_s = min(step_s, self._after(load.last_step_s, load.last_step_samples))
         size = load.num_decodes / num_cohorts
-        return Pace(size, math.ceil(size / 2), step_s)
+        return Pace(size, num_cohorts, math.ceil(size / 2), step_s)
 
     def _update_round(self, load: Load) -> None:
         key = (load.num_decodes, int(load.context) >> 7, self._costs.num_fits)
@@ -189,13 +195,15 @@ class CohortPacing:
             num_cohorts * (stage_s + costs.head_s), self._num_stages * stage_s + costs.head_s + costs.return_s
         )
 
-    def _after(self, last_step_s: float) -> float:
+    def _after(self, last_step_s: float, samples: bool) -> float:
         """How long a step may take behind one that took ``last_step_s`` on each stage.
 
         A step that takes d longer reaches the last stage (P - 1) * d late; the head of the step in front covers for that.
         """
-        head_s = self._costs.coefficients.head_s
-        return last_step_s + max(head_s / max(1, self._num_stages - 1), GROWTH * last_step_s)
+        if self._num_stages == 1:
+            return math.inf
+        head_s = self._costs.coefficients.head_s if samples else 0.0
+        return last_step_s + max(head_s, BUBBLE_SHARE * last_step_s) / (self._num_stages - 1)
 
     def _cohorts_beside_prompts(self, load: Load, round_s: float) -> int:
         """As few as fit into steps of equal time: each step that samples costs the last stage a head."""

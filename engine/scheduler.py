@@ -88,6 +88,7 @@ class Scheduler:
         """Tokens that decodes of the newest step with any look back on, on average."""
         self._last_step_s = 0.0
         """Stage time of the newest step, by the cost model."""
+        self._last_step_samples = False
         self._blocked = (-1, 0, 0)
         """Which head of the queue did not fit last, with how many blocks to spare, and in front of how many."""
         self._preemptions = 0
@@ -199,6 +200,7 @@ class Scheduler:
             num_squares_behind=squares - (end * end - done * done),
             free_share=self._kv.pool.num_free / self.config.num_blocks,
             last_step_s=self._last_step_s,
+            last_step_samples=self._last_step_samples,
         )
 
     def _may_admit(self) -> bool:
@@ -224,7 +226,10 @@ class Scheduler:
     def _plan_decodes(self, plan: BatchPlan, pace: Pace, has_prompts: bool) -> None:
         most = min(max(1, int(self._credit + pace.cohort_size + ROUNDING)), plan.tokens_left)
         ready = self._ready_decodes(most, has_prompts)
-        if has_prompts and len(ready) < pace.least_decodes and not self._is_overdue(ready):
+        if has_prompts:
+            if len(ready) < pace.least_decodes and not self._is_overdue(ready):
+                return
+        elif not self._has_room_for_cohort(pace, len(ready)):
             return
         for request in ready:
             if len(plan) == most:
@@ -252,6 +257,11 @@ class Scheduler:
                 break
             ready.append(request)
         return ready
+
+    def _has_room_for_cohort(self, pace: Pace, num_ready: int) -> bool:
+        """Beyond all cohorts, only a full one goes ahead: so that small groups meet, and wait for no later step's tokens."""
+        num_ahead = self._in_flight.num_sampling - pace.num_cohorts
+        return num_ahead < 0 or (num_ahead == 0 and num_ready >= int(pace.cohort_size + ROUNDING))
 
     def _is_overdue(self, ready: list[Request]) -> bool:
         """Two rounds are long enough to wait for company."""
@@ -378,6 +388,7 @@ class Scheduler:
             self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0)
             self._context = context / num_decodes
         self._last_step_s = self.costs.coefficients.stage_time(step.shape)
+        self._last_step_samples = step.shape.samples
         self._in_flight.send(step)
         self.costs.sent(step.step_id, step.shape, self._clock(), output.needs_tokens_of_step)
         return output
