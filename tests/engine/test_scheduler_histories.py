@@ -135,6 +135,7 @@ def test_random_histories() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_random_histories() -> None:
     run_histories(MANY_HISTORIES)
 
