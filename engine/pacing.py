@@ -30,7 +30,7 @@ BUBBLE_SHARE = 0.08
 """Of a step's time: what the last stage may wait because a step with prompts takes longer than the one before it."""
 
 MIN_CHUNK_TOKENS = 16
-"""Smallest piece into which a longer prompt is cut by time: below, a step's constant time is all there is."""
+"""Nobody's prompt begins in a step that has time for fewer, unless it is the step's first."""
 
 MANY = 1 << 30
 """More steps than there can be."""
@@ -91,7 +91,7 @@ class ChunkBudget:
         """Tokens of a prompt, from ``context`` to at most ``end``, for which there is time; at least one."""
         most = min(end - context, tokens_left)
         if self._time_s < math.inf:
-            most = min(most, max(self._costs.chunk_size(context, self._time_s), MIN_CHUNK_TOKENS))
+            most = min(most, max(self._costs.chunk_size(context, self._time_s), 1))
             costs = self._costs
             self._time_s -= costs.row_s + costs.token_s * most + costs.attention_s * most * (2 * context + most)
         self._is_untouched = False
