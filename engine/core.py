@@ -17,9 +17,11 @@ from pathlib import Path
 import zmq
 
 from engine.config import CoreConfig, ModelFiles
+from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway, check_request
 from engine.kv_spec import spec_of
+from engine.policies import Deadlines, SchedulingPolicy, check_queue_room
 from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
 from ipc.channel import open_socket
@@ -96,6 +98,10 @@ class EngineCore:
             0,
         )
         """Of past epochs."""
+        self._deadlines = Deadlines()
+        """Of open requests."""
+        self._costs = FittedCosts(config.num_stages)
+        """The newest epoch's."""
         self._drain_deadline: float | None = None
         self._agent_deadline: float | None = None
         self._agent = os.pidfd_open(config.agent_pid)
@@ -140,7 +146,8 @@ class EngineCore:
                 self._on_event(event)
 
     def _poll_timeout_ms(self) -> int | None:
-        deadlines = [d for d in (self._drain_deadline, self._agent_deadline) if d is not None]
+        known = (self._drain_deadline, self._agent_deadline, self._deadlines.nearest())
+        deadlines = [deadline for deadline in known if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
 
     def _open_worker_socket(self) -> "zmq.Socket[bytes]":
@@ -173,6 +180,8 @@ class EngineCore:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        for request in self._deadlines.take_due(now):
+            self._abort(request, "timeout")
         if self._drain_deadline is not None and (not self._requests or now >= self._drain_deadline):
             self._drain_deadline = None
             self._fail_all(RequestError("the engine is shutting down", code="unavailable"))
@@ -231,6 +240,7 @@ class EngineCore:
 
     def _on_epoch_ready(self, event: EpochReady) -> None:
         config = self._config
+        self._costs = FittedCosts(config.num_stages, self._costs.coefficients)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_stages=config.num_stages,
@@ -242,9 +252,13 @@ class EngineCore:
                 eos_token_ids=frozenset(config.eos_token_ids),
                 kv_groups=tuple(map(spec_of, event.plan.groups)),
                 prefix_caching=config.prefix_caching,
+                policy=SchedulingPolicy(config.scheduling_policy),
+                async_scheduling=config.async_scheduling,
+                prefill_share=config.prefill_share,
             ),
             core_id=self._core_id,
             epoch=event.epoch,
+            costs=self._costs,
         )
         is_first = self._info is None
         self._info = self._model_info(event.plan.max_model_len)
@@ -321,6 +335,8 @@ class EngineCore:
                 f"{self._config.max_queued_requests} to wait; try again later",
                 code="unavailable",
             )
+        num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
+        check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
         self._num_requests += 1
         params = message.params
         if params.seed is None:
@@ -329,6 +345,7 @@ class EngineCore:
         if params.cache_salt is not None:
             cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
             params = replace(params, cache_salt=None)  # workers have no use for it
+        now = time.monotonic()
         request = Request(
             request_id=message.request_id,
             internal_id=self._num_requests,
@@ -337,7 +354,8 @@ class EngineCore:
             params=params,
             output_token_ids=message.output_token_ids.tolist(),
             priority=message.priority,
-            arrival_time=time.monotonic(),
+            arrival_time=now,
+            deadline=None if message.timeout_s is None else now + message.timeout_s,
             cache_key_parts=cache_key_parts,
         )
         if self._scheduler is None:
@@ -345,6 +363,12 @@ class EngineCore:
         else:
             self._scheduler.add(request)
         self._requests[key] = request
+        self._deadlines.add(request)
+
+    def _num_waiting_tokens(self) -> int:
+        if self._scheduler is None:
+            return sum(request.num_tokens for request in self._queue)
+        return self._scheduler.num_waiting_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
         if self._scheduler is None:
@@ -363,7 +387,7 @@ class EngineCore:
 
     def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
         if finish_reason is not None:
-            del self._requests[request.client, request.request_id]
+            self._close(request)
         self._gateway.send(request.client, RequestOutput(
             core_id=self._core_id,
             request_id=request.request_id,
@@ -379,8 +403,13 @@ class EngineCore:
         ))
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        del self._requests[request.client, request.request_id]
+        self._close(request)
         self._gateway.fail(request.client, request.request_id, error)
+
+    def _close(self, request: Request) -> None:
+        """From here on it gets no more messages."""
+        del self._requests[request.client, request.request_id]
+        self._deadlines.discard(request)
 
     def _fail_all(self, error: RequestError) -> None:
         for request in list(self._requests.values()):
@@ -396,7 +425,7 @@ class EngineCore:
                 self._queue.remove(request)
             else:
                 self._scheduler.finish(request, "abort")
-            del self._requests[client, request.request_id]
+            self._close(request)
         if gone:
             logger.info("a client is gone; %d of its requests were ended", len(gone))
         self._waiting_to_attach = [waiting for waiting in self._waiting_to_attach if waiting != client]

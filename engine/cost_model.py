@@ -30,6 +30,13 @@ ROBUST_ERROR = 2.0
 TRUST = 1e-3
 """Pull towards the estimate so far, in steps' worth of evidence: decides only what the window says nothing about."""
 
+SCALE = np.array((2e-3, 2e-5, 5e-5, 2e-9, 1e-3))
+"""Usual sizes of the five coefficients: how far apart two values of one are is measured with this."""
+
+MEMORY = 0.995
+"""What remains, from fit to fit, of the weight of measurements that have left the window: they alone tell of work that
+has not come lately, such as prompts while only decodes run."""
+
 BUSY_SHARE = 0.05
 """Expected error of one measurement, relative; beside it ``JITTER_S``."""
 
@@ -149,7 +156,6 @@ class FittedCosts:
         self.coefficients = prior or Coefficients()
         self.num_fits = 0
         self._num_stages = num_stages
-        self._scale = np.maximum(_vector(self.coefficients), 1e-12)
         self._theta = _vector(self.coefficients)
         self._stage = np.arange(num_stages, dtype=np.float64)
         self._free_at: Vector = np.full(num_stages, -np.inf)
@@ -164,6 +170,8 @@ class FittedCosts:
         self._last_return = 0.0
         self._rows: deque[Vector] = deque(maxlen=WINDOW)
         self._times: deque[float] = deque(maxlen=WINDOW)
+        self._memory: Vector = np.zeros((5, 5))
+        """Normal matrix of the measurements that have left the window."""
         self._until_fit = REFIT_EVERY // 4
 
     def sent(self, step_id: int, shape: StepShape, now: float, needs_step: int) -> None:
@@ -218,6 +226,9 @@ class FittedCosts:
     def _learn(self, gradient: Vector, time_s: float) -> None:
         if time_s <= 0 or not gradient.any():
             return
+        if len(self._rows) == WINDOW:
+            row = self._rows[0] * SCALE / (BUSY_SHARE * self._times[0] + JITTER_S)
+            self._memory += np.outer(row, row)
         self._rows.append(gradient)
         self._times.append(time_s)
         self._until_fit -= 1
@@ -226,15 +237,17 @@ class FittedCosts:
             self._fit()
 
     def _fit(self) -> None:
-        rows, times = np.array(self._rows) * self._scale, np.array(self._times)
+        rows, times = np.array(self._rows) * SCALE, np.array(self._times)
         weights = 1.0 / (BUSY_SHARE * times + JITTER_S)
-        start = self._theta / self._scale
-        estimate = _non_negative_fit(rows, times, weights, start)
+        start = self._theta / SCALE
+        self._memory *= MEMORY
+        estimate = _non_negative_fit(rows, times, weights, start, self._memory)
         for _ in range(3):
             errors = np.abs(rows @ estimate - times) * weights
             usual = max(float(np.median(errors)), 1e-6)
-            estimate = _non_negative_fit(rows, times, weights * np.sqrt(np.minimum(1.0, ROBUST_ERROR * usual / np.maximum(errors, 1e-12))), start)
-        self._theta = estimate * self._scale
+            trust = np.sqrt(np.minimum(1.0, ROBUST_ERROR * usual / np.maximum(errors, 1e-12)))
+            estimate = _non_negative_fit(rows, times, weights * trust, start, self._memory)
+        self._theta = estimate * SCALE
         step_s, row_s, token_s, attention_s, head_s = (float(value) for value in self._theta)
         if step_s + token_s > 0:
             self.coefficients = Coefficients(
@@ -251,8 +264,8 @@ def _vector(coefficients: Coefficients) -> Vector:
     return np.array((c.step_s, c.row_s, c.token_s, c.attention_s, c.head_s))
 
 
-def _non_negative_fit(rows: Vector, times: Vector, weights: Vector, start: Vector) -> Vector:
-    """Least squares with a weak pull to ``start``; coefficients that would fall below zero are zero."""
+def _non_negative_fit(rows: Vector, times: Vector, weights: Vector, start: Vector, memory: Vector) -> Vector:
+    """Least squares, with a pull to ``start`` of the weight ``memory``; coefficients that would fall below zero are zero."""
     free = np.ones(rows.shape[1], bool)
     matrix, target = rows * weights[:, None], times * weights
     estimate = np.zeros(rows.shape[1])
@@ -260,8 +273,8 @@ def _non_negative_fit(rows: Vector, times: Vector, weights: Vector, start: Vecto
     while free.any():
         part: Any = matrix[:, free]
         normal = part.T @ part
-        pull = TRUST * max(float(np.trace(normal)) / len(normal), 1e-12)
-        solved = np.linalg.solve(normal + pull * np.eye(len(normal)), part.T @ target + pull * start[free])
+        pull = memory[np.ix_(free, free)] + TRUST * max(float(np.trace(normal)) / len(normal), 1e-12) * np.eye(len(normal))
+        solved = np.linalg.solve(normal + pull, part.T @ target + pull @ start[free])
         estimate[:] = 0.0
         estimate[free] = solved
         if (solved >= 0).all():

@@ -26,8 +26,11 @@ NOTICEABLE_GAIN = 0.01
 LOW_FREE_SHARE = 0.1
 """Of the KV blocks: with fewer free, prompts slow down in proportion, so that decodes can finish and give blocks back."""
 
-BUBBLE_SHARE = 0.08
+BUBBLE_SHARE = 0.05
 """Of a step's time: what the last stage may wait because a step with prompts takes longer than the one before it."""
+
+PATIENCE = 0.05
+"""Share of what waits behind the first prompt, in stage time per step, that the last stage may wait to get on with it."""
 
 MIN_CHUNK_TOKENS = 16
 """Nobody's prompt begins in a step that has time for fewer, unless it is the step's first."""
@@ -167,7 +170,7 @@ class CohortPacing:
         step_s = min(step_s, most / self._num_stages - heads_s)
         idle_s = costs.step_s + decodes_s
         step_s = idle_s + (step_s - idle_s) * min(1.0, load.free_share / LOW_FREE_SHARE)
-        step_s = min(step_s, self._after(load.last_step_s, load.last_step_samples))
+        step_s = min(step_s, self._after(load, pressure))
         size = load.num_decodes / num_cohorts
         return Pace(size, num_cohorts, math.ceil(size / 2), step_s)
 
@@ -190,20 +193,23 @@ class CohortPacing:
     def _round_time(self, load: Load, num_cohorts: int) -> float:
         """One token for everybody, without prompts: the last stage is busy all the time, or waits for what comes round."""
         costs = self._costs.coefficients
-        stage_s = costs.step_s + math.ceil(load.num_decodes / num_cohorts) * costs.decode_time(load.context)
+        decode_s = costs.decode_time(load.context)
+        largest_s = costs.step_s + math.ceil(load.num_decodes / num_cohorts) * decode_s
         return max(
-            num_cohorts * (stage_s + costs.head_s), self._num_stages * stage_s + costs.head_s + costs.return_s
+            num_cohorts * (costs.step_s + costs.head_s) + load.num_decodes * decode_s,
+            self._num_stages * largest_s + costs.head_s + costs.return_s,
         )
 
-    def _after(self, last_step_s: float, samples: bool) -> float:
-        """How long a step may take behind one that took ``last_step_s`` on each stage.
+    def _after(self, load: Load, pressure: float) -> float:
+        """How long a step may take behind the newest one.
 
-        A step that takes d longer reaches the last stage (P - 1) * d late; the head of the step in front covers for that.
+        A step that takes d longer on each stage reaches the last one (P - 1) * d late. The head of the step in front
+        covers for that; more must be worth the wait, which it is the more prompts stand behind.
         """
         if self._num_stages == 1:
             return math.inf
-        head_s = self._costs.coefficients.head_s if samples else 0.0
-        return last_step_s + max(head_s, BUBBLE_SHARE * last_step_s) / (self._num_stages - 1)
+        head_s = self._costs.coefficients.head_s if load.last_step_samples else 0.0
+        return load.last_step_s + max(head_s, BUBBLE_SHARE * load.last_step_s, PATIENCE * pressure) / (self._num_stages - 1)
 
     def _cohorts_beside_prompts(self, load: Load, round_s: float) -> int:
         """As few as fit into steps of equal time: each step that samples costs the last stage a head."""
@@ -212,7 +218,7 @@ class CohortPacing:
             return min(self._fixed_cohorts, load.num_decodes)
         costs = self._costs.coefficients
         decode_s = costs.decode_time(load.context)
-        for count in range(1, usual):
+        for count in range(self._num_cohorts, usual):
             step_s = (round_s - count * costs.head_s) / self._num_stages
             if costs.step_s + math.ceil(load.num_decodes / count) * decode_s <= step_s:
                 gain = (usual - count) * costs.head_s / round_s
@@ -222,10 +228,11 @@ class CohortPacing:
     def _lone_prompt_step(self, load: Load) -> float:
         """The step time with which a pipeline is through with these prompts soonest.
 
-        Work w in m steps over P stages takes (P + m - 1) * (c + w / m): least at m = sqrt((P - 1) * w / c).
+        Work w in m steps over P stages takes (P + m - 1) * (c + w / m): least at m = sqrt((P - 1) * w / c), at least 1.
         """
         costs = self._costs.coefficients
         if self._num_stages == 1:
             return math.inf
         work_s = costs.prompt_time(load.num_prompt_tokens, load.num_prompt_squares)
-        return costs.step_s + math.sqrt(work_s * costs.step_s / (self._num_stages - 1))
+        num_steps = math.sqrt((self._num_stages - 1) * work_s / costs.step_s) if costs.step_s else work_s / 1e-3
+        return math.inf if num_steps <= 1 else costs.step_s + work_s / num_steps

@@ -174,35 +174,36 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._num_over = 0
+        self._open: set[int] = set()
 
     def add(self, request: Request) -> None:
         """Watch a request that has a ``deadline``; any other is ignored."""
         if request.deadline is not None:
+            self._open.add(request.internal_id)
             heapq.heappush(self._heap, (request.deadline, request.internal_id, request))
 
-    def ended(self, request: Request) -> None:
-        """Tell of a watched request's end, so that it does not stay in memory until its deadline."""
+    def discard(self, request: Request) -> None:
+        """Watch no longer; nothing happens if the request was not watched."""
         if request.deadline is None:
             return
-        self._num_over += 1
-        if self._num_over > len(self._heap) // 2 + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+        self._open.discard(request.internal_id)
+        if len(self._heap) > 2 * len(self._open) + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[1] in self._open]
             heapq.heapify(self._heap)
-            self._num_over = 0
 
     def nearest(self) -> float | None:
         """When the next one is due; None without any."""
-        while self._heap and self._heap[0][2].is_finished:
+        while self._heap and self._heap[0][1] not in self._open:
             heapq.heappop(self._heap)
-            self._num_over -= 1
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now: float) -> list[Request]:
         """Requests whose time is over; they are watched no longer."""
         due = []
         while (deadline := self.nearest()) is not None and deadline <= now:
-            due.append(heapq.heappop(self._heap)[2])
+            request = heapq.heappop(self._heap)[2]
+            self._open.discard(request.internal_id)
+            due.append(request)
         return due
 
 

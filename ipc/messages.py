@@ -342,6 +342,9 @@ class AddRequest:
     output_token_ids: IdBuffer = field(default_factory=lambda: np.zeros(0, np.int32))
     """On resubmission: what was received before; generation goes on behind it."""
     priority: Annotated[int, Bounds(-(1 << 31), (1 << 31) - 1)] = 0
+    """With ``--scheduling-policy priority``: the lowest number runs first."""
+    timeout_s: float | None = None
+    """Seconds from its arrival at the core, after which the request ends with reason "timeout" and what it has."""
 
 
 @message(tag=34)
@@ -402,7 +405,7 @@ class RequestOutput:
     request_id: RequestId
     new_token_ids: Ints
     finish_reason: Name | None = None
-    """None while it goes on; then "stop" (end token, stop id, stop string), "length" or "abort"."""
+    """None while it goes on; then "stop" (end token, stop id, stop string), "length", "abort" or "timeout"."""
     stop_reason: U32 | None = None
     """The stop token id that ended it; None for the model's own end token and otherwise."""
     num_prompt_tokens: U32 = 0

@@ -71,7 +71,8 @@ SAMPLES: list[Any] = [
         prompt_logprobs=COLUMNS, nan_rows=[2],
     ),
     m.Attach(client="test 1"),
-    m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1),
+    m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1,
+        timeout_s=1.5),
     m.AbortRequest(request_id="r", reason="stop"),
     m.Control(control_id=8, op="stats"),
     m.ModelInfo(

@@ -21,7 +21,7 @@ WARM_UP_SHARE = 0.2
 """Of the arrivals' time span: until then waiting is not counted, since the pipeline fills and costs are fitted."""
 
 
-class Range(click.ParamType):
+class Range(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Two token counts, LOW:HIGH."""
 
     name = "low:high"
@@ -77,7 +77,7 @@ def run_variant(setup: Setup, variant: str, trace: list[TraceRequest]) -> Simula
 
 def saturated_rate(setup: Setup, mix: Mix, count: int, seed: int) -> float:
     """Requests per second that the greedy policy serves when all are there from the start."""
-    return summarize(run_variant(setup, "greedy", mix.draw(count, math.inf, seed))).requests_per_s
+    return count / run_variant(setup, "greedy", mix.draw(count, math.inf, seed)).end
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
