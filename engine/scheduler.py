@@ -385,7 +385,8 @@ class Scheduler:
                 if request.num_scheduled_tokens + 1 < request.max_num_tokens:
                     decodes[key] = request
         if num_decodes:
-            self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0)
+            # Less than one: what a small cohort lacked is not made up for by a large one.
+            self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0 - 1e-6)
             self._context = context / num_decodes
         self._last_step_s = self.costs.coefficients.stage_time(step.shape)
         self._last_step_samples = step.shape.samples

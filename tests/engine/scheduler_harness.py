@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from engine.cost_model import CostModel
+from engine.policies import rank_function
 from engine.prefix_cache import DIGEST_BYTES, HashFunction
 from engine.request import Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
@@ -42,9 +44,10 @@ def constant_hash(salt: bytes) -> HashFunction:
 class Harness:
     """What a core does with a scheduler, and what clients see of it."""
 
-    def __init__(self, *, has_constant_hash: bool = False, **changes: Any) -> None:
+    def __init__(self, *, has_constant_hash: bool = False, costs: CostModel | None = None, **changes: Any) -> None:
         self.config = make_config(**changes)
         self.has_constant_hash = has_constant_hash
+        self.costs = costs
         self.epoch = 0
         self.clock = FakeClock()
         self.past: list[SchedulerStats] = []
@@ -60,7 +63,7 @@ class Harness:
         self.epoch += 1
         hashing = patch("engine.kv_cache_manager.keyed_hash", constant_hash) if self.has_constant_hash else nullcontext()
         with hashing:
-            self.scheduler = Scheduler(self.config, core_id=5, epoch=self.epoch, clock=self.clock)
+            self.scheduler = Scheduler(self.config, core_id=5, epoch=self.epoch, costs=self.costs, clock=self.clock)
         self.worker = FakeWorker.for_config(self.config, self.scheduler.depth)
 
     def lose_workers(self) -> None:
@@ -84,7 +87,12 @@ class Harness:
         return sum(getattr(stats, name) for stats in [*self.past, self.scheduler.stats()])
 
     def add(
-        self, prompt: Sequence[int] | int, *, key_parts: tuple[tuple[int, bytes], ...] = (), **params: Any
+        self,
+        prompt: Sequence[int] | int,
+        *,
+        key_parts: tuple[tuple[int, bytes], ...] = (),
+        priority: int = 0,
+        **params: Any,
     ) -> Request:
         """A request with this prompt, or with a prompt of that many tokens that nobody else has."""
         number = len(self.requests)
@@ -95,6 +103,7 @@ class Harness:
             client=b"c",
             prompt_token_ids=np.asarray(token_ids, np.int32),
             params=SamplingParams(**({"seed": number, "max_tokens": 12} | params)),
+            priority=priority,
             cache_key_parts=key_parts,
         )
         self.requests.append(request)
@@ -115,8 +124,8 @@ class Harness:
         """Schedule and send one step, if there is one."""
         plan = self.scheduler.schedule()
         self.scheduler.check_books()
-        order = [request.internal_id for request in self.scheduler.unfinished()]
-        assert order == sorted(order), "first come, first served: running is older than waiting"
+        order = list(map(rank_function(self.config.policy), self.scheduler.unfinished()))
+        assert order == sorted(order)
         if plan is not None:
             self.plans.append(plan)
             self.worker.send(codec.decode(codec.encode(plan), [SchedulerOutput]))
