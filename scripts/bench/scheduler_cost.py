@@ -105,8 +105,27 @@ def median_us(action: Callable[[], object], count: int) -> float:
     return statistics.median(times) * 1e6
 
 
+def come_and_go(bench: Bench) -> tuple[float, float, float]:
+    """Medians of adding a request, of ending one that waits, and of ending one that runs."""
+    scheduler = bench.scheduler
+    running = iter(scheduler.unfinished()[:50])
+    added: list[Request] = []
+
+    def add() -> None:
+        added.append(bench.add())
+
+    def abort_waiting() -> None:
+        scheduler.finish(added.pop(), "abort")
+
+    def abort_running() -> None:
+        scheduler.finish(next(running), "abort")
+
+    return median_us(add, 200), median_us(abort_waiting, 200), median_us(abort_running, 50)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--running", "sizes", type=click.IntRange(1), multiple=True, default=(64, 256, 1024, 4096), help="Repeatable.")
+@click.option("--running", "sizes", type=click.IntRange(50), multiple=True, default=(64, 256, 1024, 4096),
+              help="Repeatable.")
 @click.option("--waiting", type=click.IntRange(0), default=10_000)
 @click.option("--blocks", type=click.IntRange(1000), default=1_000_000)
 @click.option("--steps", type=click.IntRange(3), default=60, help="Steps of which the median is taken.")
@@ -120,12 +139,7 @@ def command(sizes: tuple[int, ...], waiting: int, blocks: int, steps: int) -> No
         assert all(count == size for _, count in measured)
         step_us = statistics.median(seconds for seconds, _ in measured) * 1e6
         medians.append(step_us)
-        scheduler = bench.scheduler
-        running = iter(list(scheduler.unfinished())[:50])
-        added: list[Request] = []
-        add_us = median_us(lambda bench=bench, added=added: added.append(bench.add()), 200)
-        waiting_us = median_us(lambda scheduler=scheduler, added=added: scheduler.finish(added.pop(), "abort"), 200)
-        running_us = median_us(lambda scheduler=scheduler, running=running: scheduler.finish(next(running), "abort"), min(50, size))
+        add_us, waiting_us, running_us = come_and_go(bench)
         click.echo(f"{size:8}{step_us:12.1f}{step_us / size:12.2f}{add_us:10.1f}{waiting_us:15.2f}{running_us:15.2f}")
     if len(sizes) > 1:
         slope, fixed = np.polyfit(sizes, medians, 1)

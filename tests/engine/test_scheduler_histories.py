@@ -192,7 +192,7 @@ def test_long_days_with_tiny_pools(seed: int) -> None:
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SlidingWindow(6)), (SlidingWindow(6),)])
 def test_such_days_have_everything_that_is_to_be_tested(groups: tuple[KVSpec, ...]) -> None:
     """Hits, evictions and preemptions: without them the tests above would say little."""
-    days = [long_day(seed, groups, turns=120) for seed in range(100, 106)]
+    days = [long_day(seed, groups, turns=120) for seed in range(100, 110)]
     assert sum(day.total("preemptions") for day in days) > (10 if FULL in groups else 0)
     assert sum(day.total("prefix_hit_tokens") for day in days) > 20
     assert sum(day.worker.num_shared_tokens for day in days) > 20
