@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.cost_model import StepShape
 from engine.in_flight import InFlightStep
 from engine.request import Request
 from ipc.messages import CachedRequestData, NewRequestData, SchedulerOutput
@@ -70,15 +71,20 @@ class BatchPlan:
         counts = [entry[1] for entry in entries]
         samples: list[bool] = []
         needs = self._needs_tokens_of_step
+        attention = 0
         for request, num_tokens, _ in entries:
-            request.num_scheduled_tokens += num_tokens
+            context = request.num_scheduled_tokens
+            attention += num_tokens * (2 * context + num_tokens)
+            request.num_scheduled_tokens = end = context + num_tokens
             request.num_steps_in_flight += 1
             request.last_step_id = step_id
-            reaches_end = request.num_scheduled_tokens == request.num_tokens
+            # Beyond the known tokens stands at most one that an earlier step promised.
+            reaches_end = end >= request.num_tokens
             samples.append(reaches_end)
             if reaches_end:
-                # The newest known token is an input of this step; the next one comes from this step.
-                needs = max(needs, request.sampled_by_step)
+                # The newest token is an input of this step, known to the core or not; the next one comes from this step.
+                if request.sampled_by_step > needs:
+                    needs = request.sampled_by_step
                 request.sampled_by_step = step_id
         output = SchedulerOutput(
             core_id=identity.core_id,
@@ -91,7 +97,8 @@ class BatchPlan:
             num_scheduled_tokens=counts,
             needs_tokens_of_step=needs,
         )
-        return output, InFlightStep(step_id, requests, rows, counts, samples)
+        shape = StepShape(len(rows), sum(counts), attention, True in samples)
+        return output, InFlightStep(step_id, requests, rows, counts, samples, shape)
 
 
 def _deltas(entries: list[PlanEntry], num_groups: int) -> CachedRequestData:

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgpack
 
+from engine.pacing import PREFILL_SHARE
+from engine.policies import SchedulingPolicy
 from ipc.errors import ConfigError
 
 
@@ -42,7 +44,14 @@ class CoreConfig:
     """Bytes of KV cache per rank by flag."""
     kv_memory_share: float = 0.25
     """Share of the measured free memory that the caches of all ranks on a host may take together."""
+    prefix_caching: bool = True
     max_queued_requests: int = 4096
+    max_queued_tokens: int = 1 << 22
+    """Prompt tokens that may wait; a request that finds nobody waiting is always taken."""
+    scheduling_policy: str = SchedulingPolicy.FCFS.value
+    async_scheduling: bool = True
+    prefill_share: float = PREFILL_SHARE
+    """See ``engine.pacing``."""
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""
     drain_timeout_s: float = 30.0
@@ -63,12 +72,22 @@ class CoreConfig:
             ("--kv-cache-memory", self.kv_cache_memory, self.kv_cache_memory is None or self.kv_cache_memory >= 1,
              "must be at least 1 byte"),
             ("--max-queued-requests", self.max_queued_requests, self.max_queued_requests >= 1, "must be at least 1"),
+            ("--max-queued-tokens", self.max_queued_tokens, self.max_queued_tokens >= 1, "must be at least 1"),
+            ("--scheduling-policy", self.scheduling_policy,
+             self.scheduling_policy in [policy.value for policy in SchedulingPolicy], "must be fcfs or priority"),
+            ("--prefill-share", self.prefill_share, 0 < self.prefill_share <= 1, "must be above 0 and at most 1"),
             ("--drain-timeout", self.drain_timeout_s, self.drain_timeout_s >= 0, "must not be negative"),
             ("--health-timeout", self.health_timeout_s, self.health_timeout_s >= 1, "must be at least 1 second"),
         )
         for field, value, holds, rule in rules:
             if not holds:
                 raise ConfigError(field, f"{value} {rule}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "--max-num-batched-tokens",
+                f"{self.max_num_batched_tokens} is below --max-num-seqs={self.max_num_seqs}: a step must have room for one "
+                "token of every running request; raise the one or lower the other",
+            )
         if self.max_model_len is not None and self.max_model_len > self.model_max_len:
             raise ConfigError(
                 "--max-model-len", f"{self.max_model_len} is above the {self.model_max_len} that the model was made for"

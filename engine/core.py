@@ -18,10 +18,13 @@ from pathlib import Path
 import zmq
 
 from engine.config import CoreConfig, ModelFiles
+from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway, check_request
+from engine.kv_spec import spec_of
+from engine.policies import Deadlines, SchedulingPolicy, check_queue_room
 from engine.request import ClientId, Request
-from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
+from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
 from ipc.channel import open_socket
 from ipc.codec import Frame, encode
 from ipc.endpoints import RunDirectory, host_id
@@ -88,8 +91,21 @@ class EngineCore:
         self._failed_epochs = 0
         self._num_restarts = 0
         self._num_requests = 0
-        self._totals = {"preemptions_total": 0, "generation_tokens_total": 0, "prompt_tokens_total": 0}
+        self._totals = dict.fromkeys(
+            (
+                "preemptions_total",
+                "generation_tokens_total",
+                "prompt_tokens_total",
+                "prefix_cache_query_tokens_total",
+                "prefix_cache_hit_tokens_total",
+            ),
+            0,
+        )
         """Of past epochs."""
+        self._deadlines = Deadlines()
+        """Of open requests."""
+        self._costs = FittedCosts(config.num_stages)
+        """The newest epoch's."""
         self._drain_deadline: float | None = None
         self._agent_deadline: float | None = None
         self._agent = os.pidfd_open(config.agent_pid)
@@ -136,7 +152,9 @@ class EngineCore:
                 self._on_event(event)
 
     def _poll_timeout_ms(self) -> int | None:
-        possible = (self._drain_deadline, self._agent_deadline, self._executor.deadline())
+        possible = (
+            self._drain_deadline, self._agent_deadline, self._executor.deadline(), self._deadlines.nearest(),
+        )
         deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
 
@@ -170,6 +188,8 @@ class EngineCore:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        for request in self._deadlines.take_due(now):
+            self._abort(request, "timeout")
         if self._drain_deadline is not None and (not self._requests or now >= self._drain_deadline):
             self._drain_deadline = None
             self._fail_all(RequestError("the engine is shutting down", code="unavailable"))
@@ -229,6 +249,7 @@ class EngineCore:
 
     def _on_epoch_ready(self, event: EpochReady) -> None:
         config = self._config
+        self._costs = FittedCosts(config.num_stages, self._costs.coefficients)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_stages=config.num_stages,
@@ -238,9 +259,15 @@ class EngineCore:
                 block_size=config.block_size,
                 num_blocks=event.plan.num_blocks,
                 eos_token_ids=frozenset(config.eos_token_ids),
+                kv_groups=tuple(map(spec_of, event.plan.groups)),
+                prefix_caching=config.prefix_caching,
+                policy=SchedulingPolicy(config.scheduling_policy),
+                async_scheduling=config.async_scheduling,
+                prefill_share=config.prefill_share,
             ),
             core_id=self._core_id,
             epoch=event.epoch,
+            costs=self._costs,
         )
         if config.error_file is not None:
             for lives in Path(config.error_file).parent.glob("*.lives-*"):
@@ -272,9 +299,7 @@ class EngineCore:
         if self._scheduler is not None:
             stats = self._scheduler.stats()
             produced = stats.num_generated_tokens > 0
-            self._totals["preemptions_total"] += stats.preemptions
-            self._totals["generation_tokens_total"] += stats.num_generated_tokens
-            self._totals["prompt_tokens_total"] += stats.num_prompt_tokens
+            self._totals = self._totals_with(stats)
             lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
             for request in self._scheduler.unfinished():
                 self._fail(request, lost)
@@ -325,10 +350,17 @@ class EngineCore:
                 f"{self._config.max_queued_requests} to wait; try again later",
                 code="unavailable",
             )
+        num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
+        check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
         self._num_requests += 1
         params = message.params
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(62))
+        cache_key_parts: tuple[tuple[int, bytes], ...] = ()
+        if params.cache_salt is not None:
+            cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
+            params = replace(params, cache_salt=None)  # workers have no use for it
+        now = time.monotonic()
         request = Request(
             request_id=message.request_id,
             internal_id=self._num_requests,
@@ -337,13 +369,21 @@ class EngineCore:
             params=params,
             output_token_ids=message.output_token_ids.tolist(),
             priority=message.priority,
-            arrival_time=time.monotonic(),
+            arrival_time=now,
+            deadline=None if message.timeout_s is None else now + message.timeout_s,
+            cache_key_parts=cache_key_parts,
         )
         if self._scheduler is None:
             self._queue.append(request)
         else:
             self._scheduler.add(request)
         self._requests[key] = request
+        self._deadlines.add(request)
+
+    def _num_waiting_tokens(self) -> int:
+        if self._scheduler is None:
+            return sum(request.num_tokens for request in self._queue)
+        return self._scheduler.num_waiting_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
         if self._scheduler is None:
@@ -362,7 +402,7 @@ class EngineCore:
 
     def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
         if finish_reason is not None:
-            del self._requests[request.client, request.request_id]
+            self._close(request)
         self._gateway.send(request.client, RequestOutput(
             core_id=self._core_id,
             request_id=request.request_id,
@@ -374,11 +414,17 @@ class EngineCore:
             seed=request.params.seed or 0,
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
         ))
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        del self._requests[request.client, request.request_id]
+        self._close(request)
         self._gateway.fail(request.client, request.request_id, error)
+
+    def _close(self, request: Request) -> None:
+        """From here on it gets no more messages."""
+        del self._requests[request.client, request.request_id]
+        self._deadlines.discard(request)
 
     def _fail_all(self, error: RequestError) -> None:
         for request in list(self._requests.values()):
@@ -394,7 +440,7 @@ class EngineCore:
                 self._queue.remove(request)
             else:
                 self._scheduler.finish(request, "abort")
-            del self._requests[client, request.request_id]
+            self._close(request)
         if gone:
             logger.info("a client is gone; %d of its requests were ended", len(gone))
         self._waiting_to_attach.discard(client)
@@ -432,8 +478,11 @@ class EngineCore:
         elif message.op == "health":
             values = {"ready": self._scheduler is not None, "state": self._executor.phase.value,
                       "epoch": self._executor.epoch}
+        elif message.op == "reset_prefix_cache":
+            if self._scheduler is not None:  # without one there is no cache either
+                self._scheduler.reset_prefix_cache()
         else:
-            error = f"op={message.op[:64]!r} is not one of stats, health"
+            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache"
         return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
 
     def _stats(self) -> Scalars:
@@ -456,12 +505,20 @@ class EngineCore:
                 kv_blocks_total=stats.total_blocks,
                 kv_blocks_free=stats.free_blocks,
                 steps_in_flight=stats.steps_in_flight,
-                preemptions_total=self._totals["preemptions_total"] + stats.preemptions,
-                generation_tokens_total=self._totals["generation_tokens_total"] + stats.num_generated_tokens,
-                prompt_tokens_total=self._totals["prompt_tokens_total"] + stats.num_prompt_tokens,
+                **self._totals_with(stats),
             )
         for rank, report in self._executor.stage_reports().items():
             values[f"stage_{rank}_resident_bytes"] = report.resident_bytes
             values[f"stage_{rank}_busy_s"] = report.busy_s
         return values
+
+    def _totals_with(self, stats: SchedulerStats) -> dict[str, int]:
+        of_epoch = {
+            "preemptions_total": stats.preemptions,
+            "generation_tokens_total": stats.num_generated_tokens,
+            "prompt_tokens_total": stats.num_prompt_tokens,
+            "prefix_cache_query_tokens_total": stats.prefix_query_tokens,
+            "prefix_cache_hit_tokens_total": stats.prefix_hit_tokens,
+        }
+        return {name: total + of_epoch[name] for name, total in self._totals.items()}
 

@@ -5,6 +5,7 @@ it; a client that can't be reached any more has its requests aborted.
 """
 
 import logging
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ def check_request(message: AddRequest, info: ModelInfo) -> None:
                 f"stop_token_ids holds {token_id}; ids must be between 0 and {info.vocab_size - 1}",
                 field="stop_token_ids",
             )
+    timeout_s = message.timeout_s
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise RequestError(f"timeout_s={timeout_s} must be a finite number of seconds above 0", field="timeout_s")
     most = message.params.max_tokens
     if most is not None and message.output_token_ids.size >= most:
         raise RequestError(

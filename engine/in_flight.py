@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.cost_model import StepShape
 from engine.request import Request
 from ipc.errors import ProtocolError
 
@@ -17,7 +18,8 @@ class InFlightStep:
     rows: list[int]
     num_scheduled_tokens: list[int]
     samples: list[bool]
-    """True where the step reaches the last known token, so that the row samples."""
+    """True where the step reaches the last token, known or promised by an earlier step, so that the row samples."""
+    shape: StepShape
 
 
 class StepsInFlight:
@@ -27,6 +29,8 @@ class StepsInFlight:
         self._steps: deque[InFlightStep] = deque()
         self.last_sent_id = 0
         self.last_returned_id = 0
+        self.num_sampling = 0
+        """Of these steps, those in which a row samples."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -34,9 +38,15 @@ class StepsInFlight:
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps)
 
+    @property
+    def newest(self) -> InFlightStep:
+        """The step that was sent last; there must be one in flight."""
+        return self._steps[-1]
+
     def send(self, step: InFlightStep) -> None:
         assert step.step_id == self.last_sent_id + 1
         self.last_sent_id = step.step_id
+        self.num_sampling += step.shape.samples
         self._steps.append(step)
 
     def take_back(self, step_id: int) -> InFlightStep:
@@ -45,7 +55,9 @@ class StepsInFlight:
             expected = f"step {self._steps[0].step_id}" if self._steps else "no step"
             raise ProtocolError("ModelRunnerOutput.step_id", f"is {step_id}, {expected} is to return next")
         self.last_returned_id = step_id
-        return self._steps.popleft()
+        step = self._steps.popleft()
+        self.num_sampling -= step.shape.samples
+        return step
 
 
 class RowPool:

@@ -1,10 +1,12 @@
 """How many KV blocks the pool gets, from what the stages measured and what the flags say."""
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config import CoreConfig
+from engine.kv_spec import most_blocks, spec_of
 from ipc.errors import ConfigError
 from ipc.messages import KVCacheGroup, WorkerLoaded
 
@@ -34,14 +36,15 @@ def plan_kv_cache(config: CoreConfig, stages: Sequence[WorkerLoaded], hosts: Map
         ConfigError: when the pool can't hold one request of the longest context asked for.
     """
     affordable = _affordable_blocks(config, stages, hosts)
-    wanted = config.max_num_seqs * _blocks(config.max_model_len or config.model_max_len, config.block_size)
+    groups = _merge_groups(stages)
+    wanted = config.max_num_seqs * _blocks_of_longest(config, groups)
     if config.num_kv_blocks is not None:
         num_blocks, limit = config.num_kv_blocks, "--num-kv-blocks"
     else:
         num_blocks, limit = min(affordable.values()), "memory"
         if wanted < num_blocks:
             num_blocks, limit = wanted, "max_num_seqs x max_model_len"
-    max_model_len, note = _longest_context(config, num_blocks)
+    max_model_len, note = _longest_context(config, groups, num_blocks)
     notes = [
         f"stage {stage.rank}: weights {stage.weight_bytes / 1e6:.1f} MB, KV {stage.bytes_per_block} bytes per block, "
         f"room for {affordable[stage.rank]} blocks"
@@ -51,7 +54,7 @@ def plan_kv_cache(config: CoreConfig, stages: Sequence[WorkerLoaded], hosts: Map
     return KVPlan(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        groups=_merge_groups(stages),
+        groups=groups,
         notes=(*notes, *note),
     )
 
@@ -72,15 +75,19 @@ def _affordable_blocks(
     return blocks
 
 
-def _longest_context(config: CoreConfig, num_blocks: int) -> tuple[int, tuple[str, ...]]:
-    tokens = num_blocks * config.block_size
+def _longest_context(
+    config: CoreConfig, groups: tuple[KVCacheGroup, ...], num_blocks: int
+) -> tuple[int, tuple[str, ...]]:
     wanted = config.max_model_len or config.model_max_len
-    if tokens >= wanted:
+    needed = _blocks_of_longest(config, groups)
+    if num_blocks >= needed:
         return wanted, ()
+    # Blocks never fall as tokens rise, so the longest context that the pool holds is found by bisection.
+    tokens = bisect_right(range(wanted), num_blocks, key=lambda count: _blocks(config, groups, count)) - 1
     if config.max_model_len is not None or tokens < 2:
         raise ConfigError(
             "--max-model-len",
-            f"one request of {wanted} tokens needs {_blocks(wanted, config.block_size)} KV blocks of {config.block_size}, "
+            f"one request of {wanted} tokens needs {needed} KV blocks of {config.block_size}, "
             f"the pool has {num_blocks}; lower --max-model-len to {max(tokens, 2)} or give the cache more memory "
             "(--kv-cache-memory, --num-kv-blocks)",
         )
@@ -88,15 +95,29 @@ def _longest_context(config: CoreConfig, num_blocks: int) -> tuple[int, tuple[st
 
 
 def _merge_groups(stages: Sequence[WorkerLoaded]) -> tuple[KVCacheGroup, ...]:
-    layers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    """The groups of the whole model. A stage may have several of one kind, so that all of its groups have equally many
+    layers and one pool serves them: the n-th of a kind on each stage belongs together.
+
+    Raises:
+        ConfigError: a stage reports a kind that the ledger does not know.
+    """
+    layers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for stage in stages:
+        count: Counter[tuple[str, int]] = Counter()
         for group in stage.groups:
-            layers[group.kind, group.window].extend(group.layers)
+            spec_of(group)
+            key = group.kind, group.window
+            layers[*key, count[key]].extend(group.layers)
+            count[key] += 1
     return tuple(
         KVCacheGroup(kind=kind, window=window, layers=sorted(numbers))
-        for (kind, window), numbers in sorted(layers.items())
+        for (kind, window, _), numbers in sorted(layers.items())
     )
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def _blocks_of_longest(config: CoreConfig, groups: tuple[KVCacheGroup, ...]) -> int:
+    return _blocks(config, groups, config.max_model_len or config.model_max_len)
+
+
+def _blocks(config: CoreConfig, groups: tuple[KVCacheGroup, ...], num_tokens: int) -> int:
+    return most_blocks(map(spec_of, groups), num_tokens, config.block_size, config.max_num_batched_tokens)

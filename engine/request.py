@@ -1,5 +1,6 @@
 """What is one request to the engine: what was asked, what came of it so far, and where does it stand?"""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +12,12 @@ from ipc.params import SamplingParams
 
 NO_ROW = -1
 """The row of a request that workers hold nothing for."""
+
+NO_CACHE_NODE = -2
+"""Not in the prefix cache, not even at its root."""
+
+NEVER = sys.maxsize
+"""A number of tokens that no sequence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,11 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
     arrival_time: float = 0.0
+    deadline: float | None = None
+    """On the core's monotonic clock; a request that is not over by then ends with reason "timeout"."""
+    cache_key_parts: tuple[tuple[int, bytes], ...] = ()
+    """Beside tokens, what decides the content of KV blocks: from a position on, these bytes (a salt or an adapter at 0,
+    the hash of an image where its tokens begin). Only equal parts share blocks."""
 
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
@@ -61,6 +73,10 @@ class Request:
     row: int = NO_ROW
     block_ids: tuple[list[int], ...] = ()
     """Per KV group, in the order of the tokens."""
+    max_num_tokens: int = NEVER
+    """Of prompt and answer together: known ahead, so nothing is scheduled past it."""
+    num_passes: int = 0
+    """Requests that overtook this one while it was the head of the queue and did not fit."""
     num_scheduled_tokens: int = 0
     """Leading tokens of the sequence that steps of this life compute, steps in flight included."""
     num_computed_tokens: int = 0
@@ -76,6 +92,13 @@ class Request:
     has_started: bool = False
     """Ran at least once, in this epoch or an earlier one."""
     num_cached_tokens: int = 0
+    """Of the prompt, those that were there when the request first ran."""
+    cache_node: int = NO_CACHE_NODE
+    """The prefix cache's node of the last full block with applied output; pinned by this life."""
+    next_block_edge: int = NEVER
+    """Computed tokens at which the KV ledger wants to hear of this life again."""
+    num_blocks_wanted: int = 0
+    """Free blocks that were too few at the last try to admit this request."""
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -97,10 +120,30 @@ class Request:
             np.asarray(self.output_token_ids, dtype=np.int32),
         ))
 
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Known tokens as int32, as they stand in memory. O(end - start)."""
+        num_prompt = self.num_prompt_tokens
+        if end <= num_prompt:
+            return np.asarray(self.prompt_token_ids[start:end], dtype=np.int32).tobytes()
+        outputs = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        head = self.prompt_token_ids[start:num_prompt] if start < num_prompt else ()
+        return np.asarray([*head, *outputs], dtype=np.int32).tobytes()
+
+    def extra_key(self, start: int, end: int) -> bytes:
+        """What of ``cache_key_parts`` begins between these positions, in a form that no other parts have."""
+        if not self.cache_key_parts:
+            return b""
+        return b"".join(
+            b"%d:%d:%s" % (position, len(part), part) for position, part in self.cache_key_parts if start <= position < end
+        )
+
     def end_life(self) -> None:
         """Forget what belonged to the row; steps in flight still count, their output is still right."""
         self.row = NO_ROW
         self.block_ids = ()
+        self.cache_node = NO_CACHE_NODE
+        self.next_block_edge = NEVER
+        self.num_blocks_wanted = 0
         self.num_scheduled_tokens = 0
         self.num_computed_tokens = 0
         self.last_step_id = 0

@@ -1,69 +1,36 @@
 """Who computes which tokens in the next step, and what does a returned step mean for its requests?
 
 There is no prefill phase and no decode phase: each request has tokens known and tokens scheduled, and every step lets
-it catch up within one token budget. ``running`` is always the older part of all requests and ``waiting`` the newer one.
+it catch up within one token budget. How much a step holds says ``pacing``, who comes first say ``policies``.
 """
 
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch_plan import BatchPlan, StepIdentity
-from engine.in_flight import RowPool, StepsInFlight
+from engine.cost_model import CostModel, FittedCosts
+from engine.in_flight import InFlightStep, RowPool, StepsInFlight
 from engine.kv_cache_manager import KVCacheManager
 from engine.logprobs import rows_of, untold_part
+from engine.pacing import ChunkBudget, CohortPacing, GreedyPacing, Load, Pace
+from engine.policies import LOOK_AHEAD, MAX_PASSES, RunningSet, SchedulingPolicy, WaitingQueue, rank_function
 from engine.request import Request, RequestStatus, ending_of
-from ipc.errors import ConfigError, ProtocolError, RequestError
+from engine.scheduler_config import SchedulerConfig, SchedulerStats
+from ipc.errors import ProtocolError, RequestError
 from ipc.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+
+__all__ = ["ROWS_PER_SEQUENCE", "RequestProgress", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_SEQUENCE = 2
 """A freed row rests while steps that named it are in flight; meanwhile its successor needs another."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one epoch."""
-
-    num_stages: int
-    max_num_seqs: int
-    """Running requests in all, over every step in flight."""
-    max_num_batched_tokens: int
-    """Tokens per step."""
-    max_model_len: int
-    """Most tokens of a prompt and its answer together."""
-    block_size: int
-    num_blocks: int
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        for name in ("num_stages", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len < 2:
-            raise ConfigError("max_model_len", f"must be at least 2 (a prompt and one answer token), got {self.max_model_len}")
-        if self.num_blocks * self.block_size < self.max_model_len:
-            raise ConfigError(
-                "num_blocks",
-                f"{self.num_blocks} blocks of {self.block_size} tokens hold less than one request of max_model_len="
-                f"{self.max_model_len}; lower max_model_len or give the cache more memory",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Counts of now, and totals since this scheduler began."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-    total_blocks: int
-    steps_in_flight: int
-    preemptions: int
-    num_generated_tokens: int
-    num_prompt_tokens: int
-    """Of requests when they run for the first time."""
+ROUNDING = 1e-9
+"""Sums of fractions may fall short of a whole number by this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,22 +47,50 @@ class RequestProgress:
 class Scheduler:
     """Decides steps and applies their outputs. Touches no socket; one per epoch."""
 
-    def __init__(self, config: SchedulerConfig, *, core_id: int, epoch: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        core_id: int,
+        epoch: int,
+        costs: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.core_id = core_id
         self.epoch = epoch
-        self.num_cohorts = config.num_stages
-        self.depth = config.num_stages
+        self.depth = config.depth
         """Steps that may be in flight."""
-        self._kv = KVCacheManager(num_blocks=config.num_blocks, block_size=config.block_size)
+        self.costs = costs or FittedCosts(config.num_stages)
+        self._clock = clock
+        self._pacing = GreedyPacing() if config.is_greedy else CohortPacing(
+            config.num_stages, self.costs, num_cohorts=config.num_cohorts, prefill_share=config.prefill_share
+        )
+        self._kv = KVCacheManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            groups=config.kv_groups,
+            max_chunk=config.max_num_batched_tokens,
+            prefix_caching=config.prefix_caching,
+        )
         self._rows = RowPool(ROWS_PER_SEQUENCE * config.max_num_seqs)
         self._in_flight = StepsInFlight()
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._running: OrderedDict[int, Request] = OrderedDict()
+        rank = rank_function(config.policy)
+        self._waiting = WaitingQueue(rank)
+        self._running = RunningSet(rank)
         self._prefilling: OrderedDict[int, Request] = OrderedDict()
         """Running requests with tokens that no step computes yet, before they sample."""
-        self._ready: OrderedDict[int, Request] = OrderedDict()
-        """Running requests whose newest token came back and is not scheduled, in the order of return."""
+        self._decodes: OrderedDict[int, Request] = OrderedDict()
+        """Running requests that will sample again, in the order of the steps that sample their newest tokens."""
+        self._credit = 0.0
+        """What rounding down has left of cohorts' sizes."""
+        self._context = 0.0
+        """Tokens that decodes of the newest step with any look back on, on average."""
+        self._last_step_s = 0.0
+        """Stage time of the newest step, by the cost model."""
+        self._last_step_samples = False
+        self._blocked = (-1, 0, 0)
+        """Which head of the queue did not fit last, with how many blocks to spare, and in front of how many."""
         self._preemptions = 0
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
@@ -115,11 +110,15 @@ class Scheduler:
                 field="prompt_token_ids",
             )
         assert request.num_prompt_tokens > 0 and not request.is_finished
-        assert request.internal_id not in self._waiting and request.internal_id not in self._running
+        assert request not in self._waiting and request not in self._running
+        max_tokens = request.params.max_tokens
+        request.max_num_tokens = self.config.max_model_len if max_tokens is None else min(
+            self.config.max_model_len, request.num_prompt_tokens + max_tokens
+        )
         request.end_life()
         request.num_steps_in_flight = 0
         request.status = RequestStatus.WAITING
-        self._waiting[request.internal_id] = request
+        self._waiting.push(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request from outside, in whatever state it is; once it is over this does nothing."""
@@ -130,20 +129,38 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def unfinished(self) -> list[Request]:
-        """All requests that are not over, oldest first."""
-        return [*self._running.values(), *self._waiting.values()]
+        """All requests that are not over, in the order of the policy."""
+        return sorted([*self._running, *self._waiting], key=rank_function(self.config.policy))
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of all requests in the queue."""
+        return self._waiting.num_tokens
+
+    @property
+    def newest_step(self) -> InFlightStep:
+        """What was sent last, while it is in flight."""
+        return self._in_flight.newest
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
+            waiting_tokens=self._waiting.num_tokens,
             free_blocks=self._kv.pool.num_free,
             total_blocks=self.config.num_blocks,
             steps_in_flight=len(self._in_flight),
+            num_cohorts=self._pacing.num_cohorts,
             preemptions=self._preemptions,
             num_generated_tokens=self._num_generated_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
+            prefix_query_tokens=self._kv.stats.query_tokens,
+            prefix_hit_tokens=self._kv.stats.hit_tokens,
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what finished requests left; those that run keep what they hold and share it no more."""
+        self._kv.reset()
 
     # ------------------------------------------------------------------------------------------------ the next step
 
@@ -151,52 +168,120 @@ class Scheduler:
         """The next step, which the caller sends now; None when there is nothing to do or enough is in flight."""
         if len(self._in_flight) >= self.depth:
             return None
+        load = self._load()
+        pace = self._pacing.pace(load)
         plan = BatchPlan(self.config.max_num_batched_tokens)
-        self._plan_decodes(plan)
-        if self._plan_chunks(plan):
-            self._admit(plan)
-        if not len(plan):
-            return None
-        identity = StepIdentity(core_id=self.core_id, epoch=self.epoch, step_id=self._in_flight.last_sent_id + 1)
-        output, step = plan.commit(identity, self._rows.tell_freed(), self._kv.num_groups)
-        for request, samples in zip(step.requests, step.samples, strict=True):
-            if samples:
-                self._prefilling.pop(request.internal_id, None)
-        self._in_flight.send(step)
-        return output
+        self._plan_decodes(plan, pace, load.has_prompts)
+        if load.has_prompts:
+            chunks = self._chunk_budget(pace, len(plan))
+            if self._plan_chunks(plan, chunks):
+                self._admit(plan, chunks)
+            if not len(plan):
+                # No prompt came of it that decodes should wait for.
+                self._plan_decodes(plan, pace, False)
+        return self._commit(plan, pace) if len(plan) else None
 
-    def _plan_decodes(self, plan: BatchPlan) -> None:
-        most = min(self._cohort_size(), plan.tokens_left)
-        stalled: list[Request] = []
-        while self._ready and len(plan) < most:
-            _, request = self._ready.popitem(last=False)
+    def _load(self) -> Load:
+        waiting, first = self._waiting, next(iter(self._prefilling.values()), None)
+        num_tokens, squares = waiting.num_tokens, waiting.num_squares
+        for request in self._prefilling.values():
+            num_tokens += request.num_tokens - request.num_scheduled_tokens
+            squares += request.num_tokens**2 - request.num_scheduled_tokens**2
+        if first is None:
+            first = waiting.head()
+        done, end = (0, 0) if first is None else (first.num_scheduled_tokens, first.num_tokens)
+        return Load(
+            num_decodes=len(self._decodes),
+            context=self._context,
+            has_prompts=bool(self._prefilling) or self._may_admit(),
+            num_prompt_tokens=num_tokens,
+            num_prompt_squares=squares,
+            num_tokens_behind=num_tokens - (end - done),
+            num_squares_behind=squares - (end * end - done * done),
+            free_share=self._kv.pool.num_free / self.config.num_blocks,
+            last_step_s=self._last_step_s,
+            last_step_samples=self._last_step_samples,
+        )
+
+    def _may_admit(self) -> bool:
+        """Whether it is worth a try; false as well when only a running request of lower priority could make room."""
+        head = self._waiting.head()
+        return head is not None and not head.num_steps_in_flight and (
+            self._has_seat() or self.config.policy is SchedulingPolicy.PRIORITY
+        ) and not self._is_blocked(head)
+
+    def _has_seat(self) -> bool:
+        return len(self._running) < self.config.max_num_seqs and self._rows.num_free > 0
+
+    def _is_blocked(self, head: Request) -> bool:
+        """The head was too large at the last try, nobody behind it could pass, and there is no more room since then."""
+        key, num_spare, num_waiting = self._blocked
+        return key == head.internal_id and self._num_spare <= num_spare and len(self._waiting) <= num_waiting
+
+    @property
+    def _num_spare(self) -> int:
+        """Free blocks beyond one for each running request."""
+        return self._kv.pool.num_free - len(self._running)
+
+    def _plan_decodes(self, plan: BatchPlan, pace: Pace, has_prompts: bool) -> None:
+        most = min(max(1, int(self._credit + pace.cohort_size + ROUNDING)), plan.tokens_left)
+        ready = self._ready_decodes(most, has_prompts)
+        if has_prompts:
+            if len(ready) < pace.least_decodes and not self._is_overdue(ready):
+                return
+        elif not self._has_room_for_cohort(pace, len(ready)):
+            return
+        for request in ready:
+            if len(plan) == most:
+                return
+            if request.status is not RequestStatus.RUNNING:
+                continue
             gained = self._allocate(request, 1, plan)
-            if gained is None:
-                stalled.append(request)
-            else:
+            if gained is not None:
+                del self._decodes[request.internal_id]
                 plan.add(request, 1, gained)
-        for request in reversed(stalled):
-            if request.status is RequestStatus.RUNNING:
-                self._ready[request.internal_id] = request
-                self._ready.move_to_end(request.internal_id, last=False)
 
-    def _cohort_size(self) -> int:
-        """An even share of all live decodes; fewer when those that are ready can be spread over the steps to come."""
-        num_decodes = len(self._running) - len(self._prefilling)
-        steps_open = self.depth - len(self._in_flight)
-        return min(-(-num_decodes // self.num_cohorts), -(-len(self._ready) // steps_open))
+    def _ready_decodes(self, most: int, has_prompts: bool) -> list[Request]:
+        """Those that may sample again, longest unserved first.
 
-    def _plan_chunks(self, plan: BatchPlan) -> bool:
+        In the pipeline's extra step these may be requests whose token is not back yet. Stage 0 will wait for that token
+        and hold up what comes behind, so it must be the one that is due next, and there must be nothing better to do.
+        """
+        newest_usable = self._in_flight.last_returned_id
+        if self.config.async_scheduling and (not has_prompts or len(self._in_flight) >= self.config.num_stages):
+            newest_usable += 1
+        ready: list[Request] = []
+        for request in self._decodes.values():
+            # One more than can go: one at a time may lack blocks, the one whose turn it is to give way.
+            if request.sampled_by_step > newest_usable or len(ready) > most:
+                break
+            ready.append(request)
+        return ready
+
+    def _has_room_for_cohort(self, pace: Pace, num_ready: int) -> bool:
+        """Beyond all cohorts, only a full one goes ahead: so that small groups meet, and wait for no later step's tokens."""
+        num_ahead = self._in_flight.num_sampling - pace.num_cohorts
+        return num_ahead < 0 or (num_ahead == 0 and num_ready >= int(pace.cohort_size + ROUNDING))
+
+    def _is_overdue(self, ready: list[Request]) -> bool:
+        """Two rounds are long enough to wait for company."""
+        return bool(ready) and ready[0].sampled_by_step + 2 * self.config.num_stages <= self._in_flight.last_sent_id
+
+    def _chunk_budget(self, pace: Pace, num_decodes: int) -> ChunkBudget:
+        costs = self.costs.coefficients
+        return ChunkBudget(costs, pace.step_s - costs.step_s - num_decodes * costs.decode_time(self._context))
+
+    def _plan_chunks(self, plan: BatchPlan, chunks: ChunkBudget) -> bool:
         """False when one of them lacks blocks: then nobody newer shall take any."""
         all_have_blocks = True
         # A copy: making room may preempt requests of this very list. It is short, since a prompt is only admitted
         # when the budget has outlasted all others.
         for request in list(self._prefilling.values()):
-            if not plan.tokens_left:
-                break
             if request.status is not RequestStatus.RUNNING:
                 continue
-            num_tokens = min(request.num_tokens - request.num_scheduled_tokens, plan.tokens_left)
+            if not (chunks.has_time and plan.tokens_left):
+                break
+            num_tokens = chunks.take(request.num_scheduled_tokens, request.num_tokens, plan.tokens_left)
             gained = self._allocate(request, num_tokens, plan)
             if gained is None:
                 all_have_blocks = False
@@ -204,45 +289,76 @@ class Scheduler:
                 plan.add(request, num_tokens, gained)
         return all_have_blocks
 
-    def _admit(self, plan: BatchPlan) -> None:
-        """First come, first served: the first request that cannot run yet holds up those behind it."""
-        while self._waiting and plan.tokens_left and self._rows.num_free and len(self._running) < self.config.max_num_seqs:
-            request = next(iter(self._waiting.values()))
-            if request.num_steps_in_flight:
+    def _admit(self, plan: BatchPlan, chunks: ChunkBudget) -> None:
+        """The queue's head as long as it fits; then some smaller ones behind it, within the bound of ``MAX_PASSES``."""
+        while plan.tokens_left and chunks.has_time and (head := self._waiting.head()) is not None:
+            if head.num_steps_in_flight:
                 # Preempted with output still to come: that output decides what there is to compute.
                 return
-            num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
             # One block for each running request: what is admitted now shall not be preempted at the next block's edge.
-            if num_blocks + len(self._running) > self._kv.pool.num_free:
+            if self._has_seat() and self._kv.admit(head, head.num_tokens + 1, spare=len(self._running)):
+                self._start(head, plan, chunks)
+            elif not self._make_room(head, plan):
+                if self._has_seat():
+                    self._let_pass(head, plan, chunks)
+                    self._blocked = (head.internal_id, self._num_spare, len(self._waiting))
                 return
-            num_tokens = min(request.num_tokens, plan.tokens_left)
-            self._start(request, num_tokens, plan)
 
-    def _start(self, request: Request, num_tokens: int, plan: BatchPlan) -> None:
-        del self._waiting[request.internal_id]
-        self._running[request.internal_id] = request
+    def _make_room(self, head: Request, plan: BatchPlan) -> bool:
+        """Preempt as few requests of lower priority as the head needs; false when all of them would not do."""
+        if self.config.policy is not SchedulingPolicy.PRIORITY or not self._rows.num_free:
+            return False
+        missing = self._kv.num_blocks_for(head.num_tokens + 1) - self._kv.pool.num_free
+
+        def enough(victims: list[Request]) -> bool:
+            num_running = len(self._running) - len(victims)
+            gained = sum(len(table) for victim in victims for table in victim.block_ids)
+            return num_running < self.config.max_num_seqs and gained >= missing + num_running
+
+        victims = self._running.ranked_below(head, enough)
+        for victim in victims:
+            self._preempt(victim, plan)
+        return bool(victims)
+
+    def _let_pass(self, head: Request, plan: BatchPlan, chunks: ChunkBudget) -> None:
+        """Small requests whose every token finds room in what is free now; see ``MAX_PASSES``."""
+        for request in self._waiting.first(1 + LOOK_AHEAD)[1:]:
+            if head.num_passes >= MAX_PASSES or not (self._has_seat() and plan.tokens_left and chunks.has_time):
+                return
+            if request.num_steps_in_flight or request.max_num_tokens > head.num_tokens:
+                continue
+            if self._kv.admit(request, request.max_num_tokens, spare=len(self._running)):
+                head.num_passes += 1
+                self._start(request, plan, chunks)
+            else:
+                # As the head it will ask for less.
+                request.num_blocks_wanted = 0
+
+    def _start(self, request: Request, plan: BatchPlan, chunks: ChunkBudget) -> None:
+        self._waiting.discard(request)
+        self._running.add(request)
         self._prefilling[request.internal_id] = request
         request.status = RequestStatus.RUNNING
         request.row, named_by_step = self._rows.take()
-        self._kv.open_tables(request)
-        gained = self._kv.allocate(request, num_tokens)
-        assert gained is not None, "admission counted these blocks as free"
+        num_tokens = chunks.take(request.num_scheduled_tokens, request.num_tokens, plan.tokens_left)
+        gained = self._kv.allocate(request, request.num_scheduled_tokens + num_tokens)
+        assert num_tokens and gained is not None, "admission made sure of time and blocks"
         if not request.has_started:
             request.has_started = True
             self._num_prompt_tokens += request.num_prompt_tokens
         plan.add_new(request, num_tokens, named_by_step)
 
     def _allocate(self, request: Request, num_tokens: int, plan: BatchPlan) -> tuple[list[int], ...] | None:
-        """Blocks for the next tokens, at the cost of newer requests; None when the newest itself must wait.
+        """Blocks for the next tokens, at the cost of others; None when it is this request's turn to give way.
 
-        The oldest request can take everybody's blocks and the pool holds any one request, so it always advances.
+        The first in the policy's order can take everybody's blocks and the pool holds any one request: it always advances.
         """
         end = request.num_scheduled_tokens + num_tokens
         while (gained := self._kv.allocate(request, end)) is None:
-            newest = next(reversed(self._running.values()))
-            if newest is request:
+            victim = self._running.victim()
+            if victim is request:
                 return None
-            self._preempt(newest, plan)
+            self._preempt(victim, plan)
         return gained
 
     def _preempt(self, victim: Request, plan: BatchPlan) -> None:
@@ -251,8 +367,32 @@ class Scheduler:
         victim.status = RequestStatus.WAITING
         victim.num_preemptions += 1
         self._preemptions += 1
-        self._waiting[victim.internal_id] = victim
-        self._waiting.move_to_end(victim.internal_id, last=False)
+        self._waiting.push(victim)
+
+    def _commit(self, plan: BatchPlan, pace: Pace) -> SchedulerOutput:
+        identity = StepIdentity(core_id=self.core_id, epoch=self.epoch, step_id=self._in_flight.last_sent_id + 1)
+        output, step = plan.commit(identity, self._rows.tell_freed(), self._kv.num_groups)
+        decodes, prefilling = self._decodes, self._prefilling
+        num_decodes = 0
+        context = 0
+        for request, samples in zip(step.requests, step.samples, strict=True):
+            if samples:
+                key = request.internal_id
+                if prefilling.pop(key, None) is None:
+                    num_decodes += 1
+                    context += request.num_scheduled_tokens
+                # Lengths are known ahead: nothing is scheduled past them.
+                if request.num_scheduled_tokens + 1 < request.max_num_tokens:
+                    decodes[key] = request
+        if num_decodes:
+            # Less than one: what a small cohort lacked is not made up for by a large one.
+            self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0 - 1e-6)
+            self._context = context / num_decodes
+        self._last_step_s = self.costs.coefficients.stage_time(step.shape)
+        self._last_step_samples = step.shape.samples
+        self._in_flight.send(step)
+        self.costs.sent(step.step_id, step.shape, self._clock(), output.needs_tokens_of_step)
+        return output
 
     # ------------------------------------------------------------------------------------------------ a step returns
 
@@ -267,6 +407,7 @@ class Scheduler:
         prompt_logprobs = rows_of(output.prompt_logprobs, "ModelRunnerOutput.prompt_logprobs")
         nan_rows = frozenset(output.nan_rows)
         step = self._in_flight.take_back(output.step_id)
+        self.costs.returned(step.step_id, self._clock())
         self._rows.step_returned(step.step_id)
         progress: list[RequestProgress] = []
         for request, row, num_tokens, samples in zip(
@@ -281,6 +422,8 @@ class Scheduler:
                     raise RequestError("the model produced NaN", code="internal")
                 if request.row == row:
                     request.num_computed_tokens += num_tokens
+                    if request.num_computed_tokens >= request.next_block_edge:
+                        self._kv.advance(request)
                 if row in prompt_logprobs:
                     item.prompt_logprobs = untold_part(request, prompt_logprobs[row])
                 if samples:
@@ -305,8 +448,6 @@ class Scheduler:
         if ending is not None:
             self._end(request, ending[0])
             request.stop_reason = ending[1]
-        elif request.row == row:
-            self._ready[request.internal_id] = request
 
     def _fail(self, request: Request, error: Exception) -> RequestProgress:
         if isinstance(error, RequestError):
@@ -322,15 +463,15 @@ class Scheduler:
     def _end(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
-        self._waiting.pop(request.internal_id, None)
+        self._waiting.discard(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
     def _leave(self, request: Request) -> None:
         """End a life: blocks are free for any later step, the row rests."""
-        del self._running[request.internal_id]
+        self._running.remove(request)
         self._prefilling.pop(request.internal_id, None)
-        self._ready.pop(request.internal_id, None)
+        self._decodes.pop(request.internal_id, None)
         self._kv.free(request)
         self._rows.give_back(request.row, request.last_step_id, self._in_flight.last_returned_id)
         request.end_life()
@@ -339,7 +480,7 @@ class Scheduler:
 
     def check_books(self) -> None:
         """Assert every invariant of this state; for tests, since it looks at everything."""
-        running = list(self._running.values())
+        running = list(self._running)
         self._kv.check_books(running)
         self._rows.check_books([request.row for request in running])
         assert len(running) <= self.config.max_num_seqs
@@ -352,7 +493,7 @@ class Scheduler:
                 entries = in_flight.setdefault(request.internal_id, [])
                 entries.append((num_tokens if row == request.row else 0, samples))
                 assert request.num_steps_in_flight >= len(entries)
-        for request in self._waiting.values():
+        for request in self._waiting:
             assert request.status is RequestStatus.WAITING and not request.block_ids
             assert request.num_steps_in_flight == len(in_flight.get(request.internal_id, ()))
         for request in running:
@@ -360,14 +501,17 @@ class Scheduler:
 
     def _check_running(self, request: Request, in_flight: list[tuple[int, bool]]) -> None:
         key = request.internal_id
-        assert request.status is RequestStatus.RUNNING and key not in self._waiting
+        assert request.status is RequestStatus.RUNNING and request not in self._waiting
         assert request.num_steps_in_flight == len(in_flight)
         assert request.num_scheduled_tokens == request.num_computed_tokens + sum(count for count, _ in in_flight)
-        assert [samples for _, samples in in_flight[:-1]] == [False] * (len(in_flight) - 1), "two steps of one decode"
-        samples_in_flight = bool(in_flight) and in_flight[-1][1]
-        places = [key in self._prefilling, key in self._ready, samples_in_flight]
-        assert places.count(True) == 1, f"a running request is in {places} of prefilling, ready, in flight"
-        assert self._kv.num_blocks_for(request.num_scheduled_tokens) == sum(map(len, request.block_ids))
+        num_sampling = sum(samples for _, samples in in_flight)
+        assert num_sampling <= 2, "more than one placeholder"
+        assert [samples for _, samples in in_flight[len(in_flight) - num_sampling :]] == [True] * num_sampling
+        known = request.num_tokens + num_sampling
+        is_complete = known >= request.max_num_tokens
+        places = [key in self._prefilling, key in self._decodes, is_complete and key not in self._prefilling]
+        assert places.count(True) == 1, f"a running request is in {places} of prefilling, decodes, complete"
+        assert key in self._prefilling or request.num_scheduled_tokens == known - 1
 
 
 def _tokens_by_row(output: ModelRunnerOutput) -> dict[int, int]:

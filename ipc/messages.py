@@ -122,7 +122,7 @@ class KVCacheGroup:
     """Layers that share block tables because their cache grows by the same rule."""
 
     kind: Name
-    """Spec type: "full"; later others such as "window"."""
+    """Spec type: "full" or "window"; the ledger's rule for it."""
     layers: Ints
     """Global layer numbers."""
     window: U32 = 0
@@ -236,7 +236,7 @@ class NewRequestData:
     num_computed_tokens: U32
     """Tokens whose keys and values are already in the blocks below."""
     block_ids: tuple[Ints, ...]
-    """Per KV group."""
+    """Per KV group; -1 where no token to come reads in a group with a window."""
     params: SamplingParams
     """``seed`` is always set: the core draws one where the client gave none."""
 
@@ -346,6 +346,9 @@ class AddRequest:
     output_token_ids: IdBuffer = field(default_factory=lambda: np.zeros(0, np.int32))
     """On resubmission: what was received before; generation goes on behind it."""
     priority: Annotated[int, Bounds(-(1 << 31), (1 << 31) - 1)] = 0
+    """With ``--scheduling-policy priority``: the lowest number runs first."""
+    timeout_s: float | None = None
+    """Seconds from its arrival at the core, after which the request ends with reason "timeout" and what it has."""
 
 
 @message(tag=34)
@@ -363,7 +366,7 @@ class Control:
 
     control_id: U64
     op: Name
-    """"stats" or "health"."""
+    """"stats", "health", or "reset_prefix_cache" (forget what finished requests left)."""
 
 
 @message(tag=48)
@@ -406,7 +409,7 @@ class RequestOutput:
     request_id: RequestId
     new_token_ids: Ints
     finish_reason: Name | None = None
-    """None while it goes on; then "stop" (end token, stop id, stop string), "length" or "abort"."""
+    """None while it goes on; then "stop" (end token, stop id, stop string), "length", "abort" or "timeout"."""
     stop_reason: U32 | None = None
     """The stop token id that ended it; None for the model's own end token and otherwise."""
     num_prompt_tokens: U32 = 0
@@ -417,6 +420,7 @@ class RequestOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: U32 = 0
+    """Of the prompt, those that the prefix cache had when the request first ran."""
 
 
 @message(tag=50)

@@ -14,6 +14,7 @@ MAX_TOKENS = 1 << 24
 MAX_TEMPERATURE = 100.0
 MAX_SEED = (1 << 63) - 1
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_CACHE_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from its second one on."""
 
+    prefix_caching: bool = True
+    """Take what earlier requests computed for the same beginning, and leave the same for later ones. The tokens do not
+    depend on it; prompt logprobs are always computed."""
+
+    cache_salt: str | None = None
+    """Share computed beginnings only with requests that give the same salt (1 to 256 characters), so that nobody else
+    can learn from the time to the first token what was asked before."""
+
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
@@ -77,19 +86,18 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         _freeze_items(self, "stop", str, MAX_STOP_STRINGS)
         for text in self.stop:
-            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-                raise _refused("stop", text, f"each must have 1 to {MAX_STOP_STRING_CHARS} characters")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise _refused("stop", text, "must be valid Unicode text, without lone surrogates")
+            _check_text("stop", text, MAX_STOP_STRING_CHARS)
         _freeze_items(self, "stop_token_ids", int, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prefix_caching"):
             if type(getattr(self, name)) is not bool:
                 raise _refused(name, getattr(self, name), "must be true or false")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.cache_salt is not None:
+            _check_text("cache_salt", self.cache_salt, MAX_CACHE_SALT_CHARS)
 
     def to_wire(self) -> dict[str, Any]:
         """Only the fields that differ from their defaults: small, and readable in a dump."""
@@ -128,6 +136,15 @@ def _check_number(field: str, value: Any, low: float, high: float) -> None:
         raise _refused(field, value, "must be a number")
     if not low <= value <= high:  # NaN is in no range
         raise _refused(field, value, f"must be between {low:g} and {high:g}")
+
+
+def _check_text(field: str, value: Any, most: int) -> None:
+    if type(value) is not str:
+        raise _refused(field, value, "must be text")
+    if not 1 <= len(value) <= most:
+        raise _refused(field, value, f"must have 1 to {most} characters")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise _refused(field, value, "must be valid Unicode text, without lone surrogates")
 
 
 def _freeze_items(params: SamplingParams, field: str, kind: type, most: int) -> None:

@@ -12,6 +12,7 @@ MAX_BYTES = 1 << 60
 MAX_COUNT = (1 << 31) - 1
 MAX_SECONDS = 1e7
 MAX_SEED = (1 << 63) - 1
+DEFAULT_MAX_NUM_SEQS = 256
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -104,8 +105,9 @@ SERVE_OPTIONS = (
     _option(_MODEL, "--attention-backend", default="auto", help="Attention implementation."),
     _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
-    _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=256,
-            help="Most requests that run at once, all stages together."),
+    _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=None,
+            help="Most requests that run at once, all stages together.  "
+            f"[default: {DEFAULT_MAX_NUM_SEQS}, or --max-num-batched-tokens if that is less]"),
     _option(_MEMORY, "--max-num-batched-tokens", type=click.IntRange(1, MAX_COUNT), default=2048,
             help="Most tokens of one step; longer prompts are computed in chunks."),
     _option(_MEMORY, "--block-size", type=click.IntRange(1, 1 << 16), default=16, help="Tokens per KV block, a power of two."),
@@ -113,8 +115,19 @@ SERVE_OPTIONS = (
             help="KV blocks in the pool.  [default: by measured free memory]"),
     _option(_MEMORY, "--kv-cache-memory", type=Bytes(), default=None,
             help="KV cache bytes per stage, such as 2GiB.  [default: by measured free memory]"),
+    _option(_MEMORY, "--prefix-caching/--no-prefix-caching", default=True,
+            help="Keep the KV blocks of finished requests while there is room, for prompts that begin the same."),
     _option(_MEMORY, "--max-queued-requests", type=click.IntRange(1, MAX_COUNT), default=4096,
             help="Requests that may wait beyond those that run; more are refused at once."),
+    _option(_MEMORY, "--max-queued-tokens", type=click.IntRange(1, 1 << 40), default=1 << 22,
+            help="Prompt tokens that may wait; more are refused at once, except when nobody waits."),
+    _option(_MEMORY, "--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs",
+            help="First come, first served; or lowest priority number first, which also preempts the highest."),
+    _option(_MEMORY, "--async-scheduling/--no-async-scheduling", default=True,
+            help="Keep one step more in flight than there are stages, so that stages never wait for the core."),
+    _option(_MEMORY, "--prefill-share", type=click.FloatRange(0, 1, min_open=True), default=0.62,
+            help="Share s of the time for a prompt while answers stream: streams get 1/(1-s) times slower, the prompt "
+            "1/s times; 1 does not throttle prompts."),
     _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",
             help="Client address, tcp://HOST:PORT or ipc://PATH; repeatable.  "
             "[default: tcp://127.0.0.1:5757 if free, else a free port]"),

@@ -26,7 +26,7 @@ from ipc.errors import ConfigError, EngineError
 from ipc.logs import set_up_logging
 from scripts.core_process import ensure_core
 from scripts.ending import SignalWatch, end_everything
-from scripts.options import GroupedCommand, serve_options
+from scripts.options import DEFAULT_MAX_NUM_SEQS, GroupedCommand, serve_options
 from worker.model_config import ModelConfig, read_model_config
 from worker.partition import split_layers
 from worker.settings import WorkerSettings
@@ -92,7 +92,7 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
         advertise_host=advertise_host,
         device=options["device"],
         dtype=options["dtype"],
-        max_num_seqs=options["max_num_seqs"],
+        max_num_seqs=_max_num_seqs(options),
         max_num_batched_tokens=options["max_num_batched_tokens"],
         block_size=options["block_size"],
         attention_backend=options["attention_backend"],
@@ -107,6 +107,12 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
     from worker.worker import run_worker
 
     return run_worker(settings)
+
+
+def _max_num_seqs(options: dict[str, Any]) -> int:
+    """By default no more than fit into a step."""
+    chosen: int | None = options["max_num_seqs"]
+    return min(DEFAULT_MAX_NUM_SEQS, options["max_num_batched_tokens"]) if chosen is None else chosen
 
 
 def _check_shape(place: TorchrunEnvironment, options: dict[str, Any]) -> None:
@@ -145,12 +151,17 @@ def _ensure_core(
         eos_token_ids=config.eos_token_ids,
         model_max_len=config.max_position_embeddings,
         max_model_len=options["max_model_len"],
-        max_num_seqs=options["max_num_seqs"],
+        max_num_seqs=_max_num_seqs(options),
         max_num_batched_tokens=options["max_num_batched_tokens"],
         block_size=options["block_size"],
         num_kv_blocks=options["num_kv_blocks"],
         kv_cache_memory=options["kv_cache_memory"],
+        prefix_caching=options["prefix_caching"],
         max_queued_requests=options["max_queued_requests"],
+        max_queued_tokens=options["max_queued_tokens"],
+        scheduling_policy=options["scheduling_policy"],
+        async_scheduling=options["async_scheduling"],
+        prefill_share=options["prefill_share"],
         seed=options["seed"],
         drain_timeout_s=options["drain_timeout"],
         health_timeout_s=options["health_timeout"],

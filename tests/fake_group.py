@@ -34,6 +34,7 @@ class FakeGroup:
         self.config = config
         self.epoch_start: EpochStart | None = None
         self.num_steps = 0
+        self.plans: list[SchedulerOutput] = []
         self.shut_down = threading.Event()
         self.exit_code: int | None = None
         self._last_words: WorkerFailed | None = None
@@ -108,6 +109,7 @@ class FakeGroup:
                             self._hold.wait(30)
                         worker.send(message)
                         self.num_steps += 1
+                        self.plans.append(message)
                         socket.send_multipart(encode(worker.receive()))
                     elif isinstance(message, Shutdown):
                         self.exit_code = message.exit_code

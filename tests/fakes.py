@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.kv_spec import ABSENT, FullAttention, KVSpec, SlidingWindow
 from engine.scheduler import ROWS_PER_SEQUENCE, SchedulerConfig
 from ipc.messages import (
     CachedRequestData,
@@ -77,6 +78,15 @@ def expected_output(
             return tokens, "length", None
 
 
+SlotContent = tuple[int, int, tuple[tuple[int, bytes], ...]]
+"""KV group (one memory serves all), a value that depends on all tokens so far, and the key parts so far."""
+
+
+def oldest_read(spec: KVSpec, position: int) -> int:
+    """The oldest position that a token there attends to; deliberately not asked of the ledger's own rule."""
+    return max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
+
+
 @dataclass(eq=False)
 class FakeRow:
     """One life of a request as the workers see it."""
@@ -89,7 +99,8 @@ class FakeRow:
     num_known: int
     """Every rank's: grows when a step samples."""
     num_computed: int
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Block ids per KV group."""
     values: list[int] = field(default_factory=list)
     """What each position's slot must hold."""
 
@@ -117,6 +128,7 @@ class FakeWorker:
         max_num_batched_tokens: int,
         depth: int,
         allow_placeholders: bool = False,
+        groups: Sequence[KVSpec] = (FullAttention(),),
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -124,11 +136,21 @@ class FakeWorker:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.depth = depth
         self.allow_placeholders = allow_placeholders
+        self.groups = tuple(groups)
         self.nan_requests: set[str] = set()
         """Requests whose logits hold a NaN from now on."""
         self.rows: list[FakeRow | None] = [None] * num_rows
-        self.slots: dict[int, int] = {}
+        self.key_parts: dict[str, tuple[tuple[int, bytes], ...]] = {}
+        """By request: what beside tokens decides what slots hold, as real workers see an adapter or an image."""
+        self.slots: dict[int, SlotContent] = {}
+        self.written_by: dict[int, int] = {}
+        """Step that wrote the slot last."""
         self.last_step_id = 0
+        self.last_returned_id = 0
+        self.forgotten_up_to_step = 0
+        """What this step and earlier ones wrote must not be found any more."""
+        self.num_shared_tokens = 0
+        """Tokens that new rows found computed, over all groups."""
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._sampled: deque[tuple[int, list[tuple[int, FakeRow, int]]]] = deque()
         """SampledTokens on their way to stage 0: step, then row, owner at that time (to detect, not to decide) and token."""
@@ -143,6 +165,8 @@ class FakeWorker:
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             depth=depth,
+            allow_placeholders=config.async_scheduling,
+            groups=config.kv_groups,
         )
 
     def send(self, plan: SchedulerOutput) -> None:
@@ -170,6 +194,7 @@ class FakeWorker:
         """The oldest output that was not handed back yet."""
         plan, output = self.pending.popleft()
         self._samples_in_flight.pop(plan.step_id)
+        self.last_returned_id = plan.step_id
         return output
 
     def _consume_sampled(self, plan: SchedulerOutput) -> None:
@@ -188,22 +213,31 @@ class FakeWorker:
         named = [step.step_id for step, _ in self.pending if row in step.rows]
         _require(not named, f"row {row} is taken while steps {named} that name it are in flight")
         _require(0 <= new.num_computed_tokens < len(new.token_ids), "a request comes with nothing left to compute")
-        self.rows[row] = FakeRow(
+        _require(len(new.block_ids) == len(self.groups), f"{len(new.block_ids)} tables for {len(self.groups)} groups")
+        owner = self.rows[row] = FakeRow(
             request_id=new.request_id,
             params=new.params,
             num_prompt_tokens=new.num_prompt_tokens,
             token_ids=[int(t) for t in new.token_ids],
             num_known=len(new.token_ids),
             num_computed=new.num_computed_tokens,
-            block_ids=list(new.block_ids[0]),
+            tables=[list(table) for table in new.block_ids],
         )
+        for group, spec in enumerate(self.groups):
+            for position in range(oldest_read(spec, new.num_computed_tokens), new.num_computed_tokens):
+                slot = self._slot(owner, group, position)
+                written_by = self.written_by.get(slot, 0)
+                _require(0 < written_by <= self.last_returned_id, f"row {row} shares slot {slot} before step {written_by} is back")
+                _require(written_by > self.forgotten_up_to_step, f"row {row} shares slot {slot}, which was to be forgotten")
+                self.num_shared_tokens += 1
 
     def _grow_tables(self, rows: list[int], deltas: CachedRequestData) -> None:
-        gained = deque(deltas.new_block_ids[0] if deltas.new_block_ids else [])
-        counts = deltas.num_new_blocks[0] if deltas.num_new_blocks else []
-        for index, count in zip(deltas.indices, counts, strict=True):
-            self._owner(rows[index]).block_ids.extend(gained.popleft() for _ in range(count))
-        _require(not gained, "more new blocks than counts name")
+        _require(len(deltas.num_new_blocks) == len(deltas.new_block_ids), "groups of counts and of blocks differ")
+        for group, counts in enumerate(deltas.num_new_blocks):
+            gained = deque(deltas.new_block_ids[group])
+            for index, count in zip(deltas.indices, counts, strict=True):
+                self._owner(rows[index]).tables[group].extend(gained.popleft() for _ in range(count))
+            _require(not gained, "more new blocks than counts name")
 
     def _check_batch(self, plan: SchedulerOutput) -> None:
         counts = plan.num_scheduled_tokens
@@ -217,25 +251,46 @@ class FakeWorker:
                     _require(self.rows[row] not in owners, f"row {row} goes on before its sampled token is back")
 
     def _check_tables(self) -> None:
-        holder: dict[int, int] = {}
+        """A block that somebody may still read has one owner, or only owners that have it computed in the same place."""
+        owners: dict[int, list[tuple[int, FakeRow, int, int]]] = {}
         for row, owner in enumerate(self.rows):
-            for block_id in owner.block_ids if owner else ():
-                _require(0 <= block_id < self.num_blocks, f"block {block_id} does not exist")
-                _require(block_id not in holder, f"block {block_id} is held by rows {holder.get(block_id)} and {row}")
-                holder[block_id] = row
+            if owner is None:
+                continue
+            for group, (spec, table) in enumerate(zip(self.groups, owner.tables, strict=True)):
+                for index in range(oldest_read(spec, owner.num_computed) // self.block_size, len(table)):
+                    _require(0 <= table[index] < self.num_blocks, f"block {table[index]} of row {row} does not exist")
+                    owners.setdefault(table[index], []).append((row, owner, group, index))
+        for block_id, holders in owners.items():
+            if len(holders) == 1:
+                continue
+            rows = [row for row, *_ in holders]
+            places = {(group, index) for _, _, group, index in holders}
+            _require(len(places) == 1, f"block {block_id} is held by rows {rows} in different places")
+            end = (holders[0][3] + 1) * self.block_size
+            _require(
+                all(owner.num_computed >= end for _, owner, _, _ in holders),
+                f"block {block_id} is held by rows {rows}, one of which writes to it",
+            )
 
     def _write(self, row: int, owner: FakeRow, count: int) -> None:
         end = owner.num_computed + count
         _require(end <= owner.num_known, f"row {row} is asked for {end} tokens and has {owner.num_known}")
         _require(end <= len(owner.token_ids), f"stage 0 does not have token {end - 1} of row {row}: needs_tokens_of_step is too small")
-        _require(end <= len(owner.block_ids) * self.block_size, f"row {row} has no slot for token {end - 1}")
-        for position in range(owner.num_computed, end):
-            self.slots[self._slot(owner, position)] = owner.value_at(position)
+        for group, table in enumerate(owner.tables):
+            _require(end <= len(table) * self.block_size, f"row {row} has no slot for token {end - 1}")
+            for position in range(owner.num_computed, end):
+                slot = self._slot(owner, group, position)
+                self.slots[slot] = self._content(owner, group, position)
+                self.written_by[slot] = self.last_step_id
 
     def _read(self, row: int, owner: FakeRow, end: int) -> None:
-        for position in range(end):
-            slot = self._slot(owner, position)
-            _require(self.slots.get(slot) == owner.value_at(position), f"row {row} reads a foreign or stale slot {slot} at {position}")
+        for group, spec in enumerate(self.groups):
+            for position in range(oldest_read(spec, owner.num_computed), end):
+                slot = self._slot(owner, group, position)
+                _require(
+                    self.slots.get(slot) == self._content(owner, group, position),
+                    f"row {row} reads a foreign or stale slot {slot} at {position}",
+                )
 
     def _compute(self, plan: SchedulerOutput, batch: list[tuple[int, FakeRow, int]]) -> ModelRunnerOutput:
         sampled: list[tuple[int, FakeRow, int]] = []
@@ -275,8 +330,14 @@ class FakeWorker:
             raise RuleBroken(f"row {row} is in the batch and nobody has it")
         return owner
 
-    def _slot(self, owner: FakeRow, position: int) -> int:
-        return owner.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _content(self, owner: FakeRow, group: int, position: int) -> SlotContent:
+        parts = self.key_parts.get(owner.request_id, ())
+        return group, owner.value_at(position), tuple(part for part in parts if part[0] <= position)
+
+    def _slot(self, owner: FakeRow, group: int, position: int) -> int:
+        block_id = owner.tables[group][position // self.block_size]
+        _require(block_id != ABSENT, f"{owner.request_id} touches position {position}, which group {group} has given back")
+        return block_id * self.block_size + position % self.block_size
 
 
 class ColumnBuilder:

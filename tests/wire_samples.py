@@ -20,6 +20,7 @@ FILE = Path(__file__).parent / "golden" / "wire.txt"
 PARAMS = SamplingParams(
     max_tokens=5, temperature=0.5, top_k=4, top_p=0.25, seed=9, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2, prompt_logprobs=0,
+    prefix_caching=False, cache_salt="é",
 )  # fmt: skip
 
 
@@ -72,7 +73,8 @@ SAMPLES: list[Any] = [
         prompt_logprobs=COLUMNS, nan_rows=[2],
     ),
     m.Attach(client="test 1"),
-    m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1),
+    m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1,
+        timeout_s=1.5),
     m.AbortRequest(request_id="r", reason="stop"),
     m.Control(control_id=8, op="stats"),
     m.ModelInfo(

@@ -1,16 +1,21 @@
 """A scheduler and fake workers, driven by hand: every message crosses the codec, every rule is checked at every turn."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from engine.cost_model import CostModel
+from engine.policies import rank_function
+from engine.prefix_cache import DIGEST_BYTES, HashFunction
 from engine.request import Request
-from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
+from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
 from ipc import codec
 from ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ipc.params import SamplingParams
-from tests.fakes import FakeWorker, chain_of, expected_output, pseudo_logprobs
+from tests.fakes import FakeClock, FakeWorker, chain_of, expected_output, pseudo_logprobs
 
 EOS = frozenset({3, 77})
 
@@ -24,23 +29,71 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "block_size": 4,
         "num_blocks": 200,
     }
-    return SchedulerConfig(**(values | changes))
+    values |= changes
+    if values["max_num_batched_tokens"] >= 1:
+        # A smaller budget than running requests is refused; here it is the budget that a test is about.
+        values["max_num_seqs"] = min(values["max_num_seqs"], values["max_num_batched_tokens"])
+    return SchedulerConfig(**values)
+
+
+def constant_hash(salt: bytes) -> HashFunction:
+    """The worst hash there is: right answers must not depend on a good one."""
+    return lambda parent, tokens, extra: bytes(DIGEST_BYTES)
 
 
 class Harness:
     """What a core does with a scheduler, and what clients see of it."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *, has_constant_hash: bool = False, costs: CostModel | None = None, **changes: Any) -> None:
         self.config = make_config(**changes)
-        self.scheduler = Scheduler(self.config, core_id=5, epoch=1)
-        self.worker = FakeWorker.for_config(self.config, self.scheduler.depth)
+        self.has_constant_hash = has_constant_hash
+        self.costs = costs
+        self.epoch = 0
+        self.clock = FakeClock()
+        self.past: list[SchedulerStats] = []
+        """Of epochs that were lost."""
+        self._begin_epoch()
         self.requests: list[Request] = []
         self.seen: dict[int, list[int]] = {}
         self.told_prompt_logprobs: dict[int, int] = {}
         self.endings: dict[int, list[str]] = {}
         self.plans: list[SchedulerOutput] = []
 
-    def add(self, prompt: Sequence[int] | int, **params: Any) -> Request:
+    def _begin_epoch(self) -> None:
+        self.epoch += 1
+        hashing = patch("engine.kv_cache_manager.keyed_hash", constant_hash) if self.has_constant_hash else nullcontext()
+        with hashing:
+            self.scheduler = Scheduler(self.config, core_id=5, epoch=self.epoch, costs=self.costs, clock=self.clock)
+        self.worker = FakeWorker.for_config(self.config, self.scheduler.depth)
+
+    def lose_workers(self) -> None:
+        """The worker group dies: a new scheduler gets what is not over, nothing that was in flight comes back."""
+        self.past.append(self.scheduler.stats())
+        unfinished = self.scheduler.unfinished()
+        lost = self.worker
+        self._begin_epoch()
+        self.worker.nan_requests, self.worker.key_parts = lost.nan_requests, lost.key_parts
+        for request in unfinished:
+            self.scheduler.add(request)
+        self.scheduler.check_books()
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.worker.forgotten_up_to_step = self.worker.last_step_id
+        self.scheduler.check_books()
+
+    def total(self, name: str) -> int:
+        """A counter of SchedulerStats over all epochs."""
+        return sum(getattr(stats, name) for stats in [*self.past, self.scheduler.stats()])
+
+    def add(
+        self,
+        prompt: Sequence[int] | int,
+        *,
+        key_parts: tuple[tuple[int, bytes], ...] = (),
+        priority: int = 0,
+        **params: Any,
+    ) -> Request:
         """A request with this prompt, or with a prompt of that many tokens that nobody else has."""
         number = len(self.requests)
         token_ids = [(number * 37 + i * 11) % 400 + 5 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
@@ -50,8 +103,11 @@ class Harness:
             client=b"c",
             prompt_token_ids=np.asarray(token_ids, np.int32),
             params=SamplingParams(**({"seed": number, "max_tokens": 12} | params)),
+            priority=priority,
+            cache_key_parts=key_parts,
         )
         self.requests.append(request)
+        self.worker.key_parts[request.request_id] = key_parts
         self.seen[number] = []
         self.endings[number] = []
         self.scheduler.add(request)
@@ -68,8 +124,8 @@ class Harness:
         """Schedule and send one step, if there is one."""
         plan = self.scheduler.schedule()
         self.scheduler.check_books()
-        order = [request.internal_id for request in self.scheduler.unfinished()]
-        assert order == sorted(order), "first come, first served: running is older than waiting"
+        order = list(map(rank_function(self.config.policy), self.scheduler.unfinished()))
+        assert order == sorted(order)
         if plan is not None:
             self.plans.append(plan)
             self.worker.send(codec.decode(codec.encode(plan), [SchedulerOutput]))
@@ -85,6 +141,7 @@ class Harness:
     def receive(self) -> list[RequestProgress]:
         """Let the oldest step return."""
         output = codec.decode(codec.encode(self.worker.receive()), [ModelRunnerOutput])
+        self.clock.advance(0.001)
         progress = self.scheduler.update(output)
         self.scheduler.check_books()
         for item in progress:

@@ -32,6 +32,38 @@ def test_ranks_on_one_host_share_what_the_last_of_them_measured() -> None:
     assert together.groups[0].layers == [0, 1, 2, 3, 4]
 
 
+def windowed_stage(rank: int, groups: list[tuple[str, int, list[int]]]) -> WorkerLoaded:
+    return WorkerLoaded(
+        core_id=1, epoch=1, rank=rank, bytes_per_block=100, free_bytes=0, device="cpu", weight_bytes=0, load_s=0.0,
+        num_threads=1, groups=tuple(KVCacheGroup(kind=kind, window=window, layers=layers) for kind, window, layers in groups),
+    )  # fmt: skip
+
+
+def test_groups_of_one_kind_stay_apart_and_those_of_all_stages_belong_together_in_order() -> None:
+    """A stage splits five windowed layers for each full one into groups of equal size: one pool serves them."""
+    stages = [windowed_stage(0, [("full", 0, [5]), *(("window", 64, [layer]) for layer in range(5))]),
+              windowed_stage(1, [*(("window", 64, [layer]) for layer in range(6, 11)), ("full", 0, [11])])]
+    groups = plan_kv_cache(config(num_kv_blocks=400), stages, {0: "a", 1: "a"}).groups
+    assert [(group.kind, group.window, group.layers) for group in groups] == [
+        ("full", 0, [5, 11]), *(("window", 64, [layer, layer + 6]) for layer in range(5))]
+
+
+def test_windowed_groups_count_what_they_hold() -> None:
+    stages = [windowed_stage(rank, [("full", 0, [2 * rank]), ("window", 64, [2 * rank + 1])]) for rank in (0, 1)]
+    changes = {"max_num_batched_tokens": 32}
+    # A window of 64 and a chunk of 32 touch 95 tokens: at most 7 blocks of 16.
+    assert plan_kv_cache(config(kv_cache_memory=10**9, **changes), stages, {0: "a", 1: "b"}).num_blocks == 8 * (64 + 7)
+    plan = plan_kv_cache(config(num_kv_blocks=47, **changes), stages, {0: "a", 1: "b"})
+    assert plan.max_model_len == 40 * 16
+    with pytest.raises(ConfigError, match="1024 tokens needs 71 KV blocks of 16, the pool has 47; lower --max-model-len to 640"):
+        plan_kv_cache(config(num_kv_blocks=47, max_model_len=1024, **changes), stages, {0: "a", 1: "b"})
+
+
+def test_a_kind_of_group_that_the_ledger_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'state' is not one of full, window"):
+        plan_kv_cache(config(num_kv_blocks=9), [windowed_stage(0, [("state", 0, [0])])], {0: "a"})
+
+
 def test_two_devices_of_one_host_do_not_share() -> None:
     stages = [stage(0, layers=[0], bytes_per_block=100, free_bytes=100_000, device="cuda:0"),
               stage(1, layers=[1], bytes_per_block=100, free_bytes=200_000, device="cuda:1")]

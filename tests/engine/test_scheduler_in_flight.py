@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from engine.batch_plan import BatchPlan
+from engine.cost_model import Coefficients, FixedCosts
 from engine.request import Request, RequestStatus
 from ipc.errors import ProtocolError
 from ipc.messages import ModelRunnerOutput
+from ipc.params import SamplingParams
 from tests.engine.scheduler_harness import EOS, Harness
-from tests.fakes import RuleBroken
+from tests.fakes import RuleBroken, expected_output
+
+EVEN_COSTS = FixedCosts(Coefficients(head_s=0.0))
+"""A pipeline without a head: one cohort per stage is best."""
 
 
 def rows_of(harness: Harness) -> dict[str, int]:
@@ -77,7 +82,7 @@ def test_rule_3_stage_0_has_every_token_it_needs_before_rows_change_hands() -> N
 
 
 def test_rule_3_a_step_needs_the_step_that_sampled_its_newest_input() -> None:
-    harness = Harness(num_stages=2, max_num_batched_tokens=6)
+    harness = Harness(num_stages=2, max_num_batched_tokens=6, async_scheduling=False)
     harness.add(6, max_tokens=4, ignore_eos=True)
     harness.add(12, max_tokens=4, ignore_eos=True)
     harness.send_all()
@@ -162,7 +167,8 @@ def test_rule_5_a_preempted_request_that_its_output_ends_is_over() -> None:
 
 def test_rule_5_a_victim_in_the_plan_being_built_is_taken_out_and_refunded() -> None:
     """The newer request comes back first and is planned first; then the older one needs its blocks."""
-    harness = Harness(num_stages=1, max_num_seqs=3, max_num_batched_tokens=2, max_model_len=12, block_size=1, num_blocks=13)
+    harness = Harness(num_stages=1, max_num_seqs=3, max_num_batched_tokens=2, max_model_len=12, block_size=1, num_blocks=13,
+                      async_scheduling=False)
     old = harness.add(2, ignore_eos=True, max_tokens=10)
     new = harness.add(2, ignore_eos=True, max_tokens=10)
     harness.send_all()
@@ -170,8 +176,8 @@ def test_rule_5_a_victim_in_the_plan_being_built_is_taken_out_and_refunded() -> 
     found = False
     while harness.scheduler.has_unfinished() and not found:
         # Turn the order of return around, so that the newer one is planned first.
-        if new.internal_id in harness.scheduler._ready:
-            harness.scheduler._ready.move_to_end(new.internal_id, last=False)
+        if new.internal_id in harness.scheduler._decodes:
+            harness.scheduler._decodes.move_to_end(new.internal_id, last=False)
         free = harness.scheduler.stats().free_blocks
         preemptions = new.num_preemptions
         plan = harness.send()
@@ -229,13 +235,86 @@ def test_rule_7_chunks_of_one_prompt_run_in_consecutive_steps() -> None:
     harness.drain()
 
 
-def test_rule_7_a_decode_waits_for_its_token() -> None:
-    """There are no placeholders yet. FakeWorker refuses a row whose sampled token is still in flight."""
+def test_rule_7_a_decode_goes_ahead_with_a_placeholder_once_and_only_in_the_extra_step() -> None:
     harness = Harness(num_stages=3)
+    request = harness.add(4, ignore_eos=True)
+    first, second = harness.send_all()
+    assert second.rows == first.rows and second.num_scheduled_tokens == [1]
+    assert second.needs_tokens_of_step == first.step_id, "stage 0 gets the token that the core does not know"
+    assert request.output_token_ids == [] and request.num_scheduled_tokens == 5
+    harness.receive()
+    (third,) = harness.send_all()
+    assert third.needs_tokens_of_step == second.step_id
+    harness.drain()
+
+
+def test_rule_7_only_the_token_that_is_due_next_is_waited_for() -> None:
+    """Any other would hold up stage 0 while steps behind it could run."""
+    harness = Harness(num_stages=3, costs=EVEN_COSTS)
+    for _ in range(3):
+        harness.add(3, ignore_eos=True, max_tokens=20)
+    for _ in range(30):
+        harness.send_all()
+        oldest = harness.worker.pending[0][0].step_id
+        assert all(plan.needs_tokens_of_step <= max(oldest, harness.worker.last_returned_id + 1)
+                   for plan, _ in harness.worker.pending)
+        assert len(harness.worker.pending) <= 4
+        harness.receive()
+    harness.drain()
+
+
+def test_rule_7_prompts_go_before_placeholders_while_the_pipeline_has_room() -> None:
+    harness = Harness(num_stages=3, max_num_batched_tokens=8, costs=EVEN_COSTS)
+    old = harness.add(3, ignore_eos=True)
+    harness.send()
+    new = harness.add(24, ignore_eos=True)
+    plans = harness.send_all()
+    assert [old.row in plan.rows for plan in plans] == [False, False, True], "in the extra step only"
+    assert all(new.row in plan.rows for plan in plans)
+    harness.drain()
+
+
+def test_rule_7_no_placeholders_without_async_scheduling() -> None:
+    """FakeWorker refuses a row whose sampled token is still in flight."""
+    harness = Harness(num_stages=3, async_scheduling=False)
+    assert harness.scheduler.depth == 3
     harness.add(4, ignore_eos=True)
     assert len(harness.send_all()) == 1
     harness.receive()
     assert len(harness.send_all()) == 1
+    harness.drain()
+
+
+def test_rule_6_what_a_stop_overran_is_never_seen() -> None:
+    prompt = [9, 8, 7]
+    tokens, _, _ = expected_output(
+        prompt, SamplingParams(seed=0, max_tokens=10, ignore_eos=True), eos_token_ids=frozenset(), max_model_len=64
+    )
+    harness = Harness(num_stages=1)
+    request = harness.add(prompt, max_tokens=10, stop_token_ids=(tokens[1],), ignore_eos=True)
+    harness.send_all()
+    harness.receive()
+    harness.send_all()
+    assert request.num_steps_in_flight == 2, "one of them samples past the stop"
+    (item,) = harness.receive()
+    assert request.finish_reason == "stop" and item.new_token_ids == [tokens[1]]
+    assert harness.receive() == [], "the overrun token"
+    assert request.output_token_ids == tokens[:2]
+    harness.check_end()
+
+
+def test_rule_5_both_tokens_of_a_preempted_request_in_two_steps_are_accepted() -> None:
+    harness = Harness(num_stages=1)
+    request = harness.add(2, ignore_eos=True, max_tokens=10)
+    harness.send_all()
+    assert request.num_steps_in_flight == 2
+    harness.scheduler._preempt(request, BatchPlan(1))
+    for num_tokens in (1, 2):
+        assert harness.send() is None, "not before its last step is back"
+        harness.receive()
+        assert len(request.output_token_ids) == num_tokens
+    plan = harness.send()
+    assert plan is not None and plan.new_requests[0].token_ids.tolist() == request.all_token_ids().tolist()
     harness.drain()
 
 
@@ -304,7 +383,7 @@ def test_the_fake_worker_sees_a_stale_slot() -> None:
     harness.send_all()
     harness.receive()
     block_id = harness.scheduler.unfinished()[0].block_ids[0][0]
-    harness.worker.slots[block_id * harness.config.block_size] += 1
+    harness.worker.slots[block_id * harness.config.block_size] = (0, 1, ())
     with pytest.raises(RuleBroken, match="foreign or stale slot"):
         harness.send()
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ipc.errors import RequestError
 from ipc.params import (
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_STRING_CHARS,
@@ -22,6 +23,7 @@ from ipc.params import (
 
 NOT_INTEGERS: list[Any] = [1.0, "1", True, [1], b"1", {}]
 NOT_NUMBERS: list[Any] = ["1", True, [1.0], None, {}]
+BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prefix_caching")
 NOT_BOOLEANS: list[Any] = [0, 1, "true", None, []]
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
@@ -31,10 +33,11 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "top_p": ([-0.5, 1.01, float("nan"), float("inf"), 2, 10**400], "must be between 0 and 1"),
     "seed": ([-1, MAX_SEED + 1, 1 << 64, 10**5000], f"must be between 0 and {MAX_SEED}"),
     "stop": ([[""], "", "x" * (MAX_STOP_STRING_CHARS + 1), ["a", "x" * 5000]],
-             f"each must have 1 to {MAX_STOP_STRING_CHARS} characters"),
+             f"must have 1 to {MAX_STOP_STRING_CHARS} characters"),
     "stop_token_ids": ([[-1], [1, MAX_TOKEN_ID + 1], -1, [10**5000]], f"must be between 0 and {MAX_TOKEN_ID}"),
     "logprobs": ([-1, MAX_LOGPROBS + 1, 10**6], f"must be between 0 and {MAX_LOGPROBS}"),
     "prompt_logprobs": ([-1, MAX_LOGPROBS + 1], f"must be between 0 and {MAX_LOGPROBS}"),
+    "cache_salt": (["", "x" * (MAX_CACHE_SALT_CHARS + 1)], f"must have 1 to {MAX_CACHE_SALT_CHARS} characters"),
 }  # fmt: skip
 
 WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
@@ -43,9 +46,8 @@ WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("temperature", "top_p"), (NOT_NUMBERS, "must be a number")),
     "stop": ([5, None, [5], ["a", None], {"a"}, [b"a"], iter("a")], "must be a list of str values"),
     "stop_token_ids": ([1.5, None, "5", ["5"], [True], [None], {5}], "must be a list of int values"),
-    **dict.fromkeys(
-        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), (NOT_BOOLEANS, "must be true or false")
-    ),
+    **dict.fromkeys(BOOLEANS, (NOT_BOOLEANS, "must be true or false")),
+    "cache_salt": ([5, b"a", ["a"], True], "must be text"),
 }
 
 CASES = [(name, value, rule) for table in (REFUSED, WRONG_TYPES) for name, (values, rule) in table.items() for value in values]
@@ -60,7 +62,7 @@ def refused(**values: Any) -> RequestError:
 def test_the_cases_cover_every_field() -> None:
     names = {f.name for f in fields(SamplingParams)}
     assert set(WRONG_TYPES) == names
-    assert set(REFUSED) == names - {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
+    assert set(REFUSED) == names - set(BOOLEANS)
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), CASES, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)])
