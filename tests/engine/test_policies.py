@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.batch_plan import BatchPlan
 from engine.cost_model import Coefficients, FixedCosts
 from engine.pacing import CohortPacing, GreedyPacing, Load, Pace
 from engine.policies import (
@@ -204,7 +205,8 @@ def test_a_request_that_might_need_more_than_is_free_does_not_pass() -> None:
     harness.send_all()
     harness.add(90, max_tokens=4)
     short_prompt_long_answer = harness.add(3, max_tokens=80, ignore_eos=True)
-    harness.send_all()
+    harness.receive()
+    assert harness.send() is not None and harness.scheduler.stats().free_blocks >= 2
     assert short_prompt_long_answer.status is RequestStatus.WAITING
     harness.drain()
 
@@ -285,6 +287,43 @@ def test_chunks_shrink_as_the_context_grows_and_their_time_stays() -> None:
     for context, size in zip((0, 10_000, 100_000), sizes, strict=True):
         time_s = COSTS.row_s + COSTS.token_s * size + COSTS.attention_s * size * (2 * context + size)
         assert time_s == pytest.approx(0.05, rel=0.02)
+
+
+def test_rule_5_a_preempted_request_does_not_pass_before_its_last_step_returned() -> None:
+    harness = Harness(num_stages=3, max_num_batched_tokens=160, max_model_len=160, block_size=16, num_blocks=12,
+                      prefix_caching=False)
+    big = harness.add(120, max_tokens=24, ignore_eos=True)
+    while not big.output_token_ids:
+        harness.send_all()
+        harness.receive()
+    harness.add(90, max_tokens=4, ignore_eos=True)
+    small = harness.add(3, max_tokens=6, ignore_eos=True)
+    harness.send()
+    assert small.num_steps_in_flight == 1, "it has passed"
+    harness.scheduler._preempt(small, BatchPlan(1))
+    harness.receive()
+    assert small.num_steps_in_flight == 1 and harness.send() is not None
+    assert small.status is RequestStatus.WAITING
+    harness.drain()
+    assert small.num_preemptions == 1
+
+
+def test_small_groups_of_decodes_meet_until_there_are_as_many_as_is_best() -> None:
+    """Requests that came one by one would stay alone for ever, and each step costs the last stage a head."""
+    harness = Harness(num_stages=8, max_num_seqs=64, max_num_batched_tokens=64, max_model_len=300, num_blocks=5000,
+                      costs=FixedCosts(COSTS))
+    for _ in range(32):
+        harness.add(2, max_tokens=200, ignore_eos=True)
+        harness.send()
+        if len(harness.worker.pending) > 6:
+            harness.receive()
+    for _ in range(40):
+        harness.send_all()
+        harness.receive()
+    harness.send_all()
+    assert harness.scheduler.stats().num_cohorts == 4
+    assert [len(plan.rows) for plan, _ in harness.worker.pending] == [8] * 5, "four cohorts, and the first of them again"
+    harness.drain()
 
 
 def test_greedy_takes_all_that_is_ready() -> None:
