@@ -312,7 +312,7 @@ class Scheduler:
 
         def enough(victims: list[Request]) -> bool:
             num_running = len(self._running) - len(victims)
-            gained = sum(len(table) for victim in victims for table in victim.block_ids)
+            gained = sum(self._kv.num_blocks_held_alone(victim) for victim in victims)
             return num_running < self.config.max_num_seqs and gained >= missing + num_running
 
         victims = self._running.ranked_below(head, enough)
