@@ -79,7 +79,7 @@ class BatchPlan:
             request.num_steps_in_flight += 1
             request.last_step_id = step_id
             # Beyond the known tokens stands at most one that an earlier step promised.
-            reaches_end = end >= request.num_tokens
+            reaches_end = end >= request.num_prompt_tokens + len(request.output_token_ids)
             samples.append(reaches_end)
             if reaches_end:
                 # The newest token is an input of this step, known to the core or not; the next one comes from this step.

@@ -161,6 +161,6 @@ def ending_of(request: Request, eos_token_ids: frozenset[int], max_model_len: in
         return "stop", None
     if token_id in params.stop_token_ids:
         return "stop", token_id
-    if request.num_tokens >= max_model_len or len(outputs) == params.max_tokens:
+    if request.num_prompt_tokens + len(outputs) >= max_model_len or len(outputs) == params.max_tokens:
         return "length", None
     return None

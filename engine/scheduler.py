@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.batch_plan import BatchPlan, StepIdentity
 from engine.cost_model import CostModel, FittedCosts
 from engine.in_flight import InFlightStep, RowPool, StepsInFlight
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import NO_BLOCKS, KVCacheManager
 from engine.logprobs import rows_of, untold_part
 from engine.pacing import ChunkBudget, CohortPacing, GreedyPacing, Load, Pace
 from engine.policies import LOOK_AHEAD, MAX_PASSES, RunningSet, SchedulingPolicy, WaitingQueue, rank_function
@@ -231,12 +231,14 @@ class Scheduler:
                 return
         elif not self._has_room_for_cohort(pace, len(ready)):
             return
+        block_size = self.config.block_size
         for request in ready:
             if len(plan) == most:
                 return
             if request.status is not RequestStatus.RUNNING:
                 continue
-            gained = self._allocate(request, 1, plan)
+            # Within a block there is nothing to allocate: asking costs a step of thousands of decodes a tenth of its time.
+            gained = NO_BLOCKS if request.num_scheduled_tokens % block_size else self._allocate(request, 1, plan)
             if gained is not None:
                 del self._decodes[request.internal_id]
                 plan.add(request, 1, gained)
@@ -410,11 +412,12 @@ class Scheduler:
         self.costs.returned(step.step_id, self._clock())
         self._rows.step_returned(step.step_id)
         progress: list[RequestProgress] = []
+        finished = RequestStatus.FINISHED
         for request, row, num_tokens, samples in zip(
             step.requests, step.rows, step.num_scheduled_tokens, step.samples, strict=True
         ):
             request.num_steps_in_flight -= 1
-            if request.is_finished:
+            if request.status is finished:
                 continue
             item = RequestProgress(request=request, new_token_ids=[])
             try:
@@ -430,7 +433,7 @@ class Scheduler:
                     self._apply_token(item, row, tokens, logprobs.get(row))
             except Exception as error:  # noqa: BLE001 one request's output must not stop the loop
                 item = self._fail(request, error)
-            if item.new_token_ids or item.prompt_logprobs is not None or request.is_finished:
+            if item.new_token_ids or item.prompt_logprobs is not None or request.status is finished:
                 progress.append(item)
         return progress
 
@@ -515,6 +518,6 @@ class Scheduler:
 
 
 def _tokens_by_row(output: ModelRunnerOutput) -> dict[int, int]:
-    if not len(output.rows) == len(output.counts) == len(output.token_ids) or any(c != 1 for c in output.counts):
+    if not len(output.rows) == len(output.counts) == len(output.token_ids) or output.counts.count(1) != len(output.rows):
         raise ProtocolError("ModelRunnerOutput.counts", "must be one token for each row")
     return dict(zip(output.rows, output.token_ids, strict=True))
