@@ -98,6 +98,8 @@ def reference_tokenizer(path: str | Path) -> Any:
 def save_as_folder(gguf: Path, folder: Path) -> Path:
     """The Hugging Face folder that holds the same float32 weights and tokenizer as a GGUF file."""
     model = AutoModelForCausalLM.from_pretrained(**_where(gguf), dtype=torch.float32)
+    # Loading expanded the weights; transformers would still call the model quantized, and not save it.
+    model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config
     model.save_pretrained(folder)
     reference_tokenizer(gguf).save_pretrained(folder)
