@@ -60,14 +60,18 @@ class Client:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> "Generation":
         """Send a request now and iterate over its outputs; the last one has a finish reason.
+
+        ``priority`` orders requests under ``--scheduling-policy priority``, the lowest number first. After ``timeout_s``
+        seconds a request ends with finish reason "timeout" and the tokens that it has.
 
         Raises:
             RequestError: the prompt can't be used. The engine's own refusals come while iterating.
             PeerLost: the engine is gone.
         """
-        return self._send(self._text.prepare(prompt, params), request_id, priority)
+        return self._send(self._text.prepare(prompt, params), request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -76,13 +80,14 @@ class Client:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
         **template_variables: Any,
     ) -> "Generation":
         """The same for messages, each a map with role and content, through the model's chat template.
 
         ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
         """
-        return self._send(self._text.prepare_chat(messages, params, template_variables), request_id, priority)
+        return self._send(self._text.prepare_chat(messages, params, template_variables), request_id, priority, timeout_s)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
@@ -104,13 +109,19 @@ class Client:
         """Can tokens flow? Raises RequestError or PeerLost when they can't."""
         return self._tokens.health(timeout_s)
 
+    def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
+        self._tokens.reset_prefix_cache(timeout_s)
+
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""
         self._tokens.close()
 
-    def _send(self, prepared: Prepared, request_id: str | None, priority: int) -> "Generation":
+    def _send(self, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None) -> "Generation":
         answer = self._text.answer(check_request_id(request_id), prepared)
-        stream = self._tokens.generate(prepared.token_ids, prepared.params, answer.request_id, priority=priority)
+        stream = self._tokens.generate(
+            prepared.token_ids, prepared.params, answer.request_id, priority=priority, timeout_s=timeout_s
+        )
         return Generation(stream, answer)
 
 

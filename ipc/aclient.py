@@ -88,6 +88,7 @@ class AsyncTokenClient:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> "AsyncTokenStream":
         """Submit a request now; ``async for`` over the result gives its outputs.
 
@@ -96,7 +97,7 @@ class AsyncTokenClient:
             PeerLost: the core is gone.
         """
         request_id = check_request_id(request_id)
-        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority)
+        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority, timeout_s)
         connection = self._attached()
         return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames))
 
@@ -111,6 +112,10 @@ class AsyncTokenClient:
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises PeerLost or RequestError when they can't."""
         return await self._attached().ask("health", timeout_s)
+
+    async def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
+        await self._attached().ask("reset_prefix_cache", timeout_s)
 
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""

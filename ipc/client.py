@@ -84,6 +84,7 @@ class TokenClient:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> "TokenStream":
         """Submit a request now; iterate over the result for its outputs.
 
@@ -92,7 +93,7 @@ class TokenClient:
             PeerLost: the core is gone.
         """
         request_id = check_request_id(request_id)
-        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority)
+        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority, timeout_s)
         return TokenStream(self, request_id, self._connection.open_stream(request_id, frames))
 
     def abort(self, request_id: str) -> None:
@@ -106,6 +107,10 @@ class TokenClient:
     def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises PeerLost or RequestError when they can't."""
         return self._connection.ask("health", timeout_s)
+
+    def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
+        self._connection.ask("reset_prefix_cache", timeout_s)
 
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""

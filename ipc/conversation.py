@@ -1,5 +1,6 @@
 """What a client says to the core and how it reads the answers; shared by the blocking and the asyncio client."""
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,13 +85,16 @@ def attach_frames(name: str) -> list[Frame]:
 
 
 def add_request_frames(
-    request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0, timeout_s: float | None = None
 ) -> list[Frame]:
     """Raises RequestError for what can't be put on the wire; all other rules are the core's."""
     if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
         raise RequestError(f"priority={priority!r} must be an integer of 32 bits", field="priority")
+    if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
+        raise RequestError(f"timeout_s={timeout_s!r} must be a number of seconds above 0", field="timeout_s")
     return encode(AddRequest(
-        request_id=request_id, prompt_token_ids=_id_buffer(token_ids), params=params, priority=priority
+        request_id=request_id, prompt_token_ids=_id_buffer(token_ids), params=params, priority=priority,
+        timeout_s=None if timeout_s is None else float(timeout_s),
     ))
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import CoreConfig
-from ipc.errors import ConfigError
+from ipc.client import TokenClient
+from ipc.errors import ConfigError, RequestError
 from ipc.messages import RequestFailed, RequestOutput
+from ipc.params import SamplingParams
 from tests.engine.test_core import RawClient, add, running_core
 
 
@@ -90,3 +92,17 @@ def test_impossible_policies_are_refused_at_start(change: dict[str, object], mes
             "run_dir": "", "agent_pid": 1, "agent_start": 0, "key": "", "num_stages": 1, "model_name": "m",
             "vocab_size": 9, "model_max_len": 64, **change,
         })
+
+
+def test_the_clients_offer_time_limits_and_the_cache_reset(tmp_path: Path) -> None:
+    hold = threading.Event()
+    with running_core(tmp_path) as engine:
+        group = engine.group(hold=hold)
+        with TokenClient(engine.address) as client:
+            *_, last = client.generate([1, 2, 3], SamplingParams(max_tokens=5), timeout_s=0.3)
+            assert last.finish_reason == "timeout"
+            client.reset_prefix_cache()
+            with pytest.raises(RequestError, match="timeout_s=0 must be a number of seconds above 0"):
+                client.generate([1], timeout_s=0)
+        hold.set()
+        group.stop()
