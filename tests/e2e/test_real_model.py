@@ -118,16 +118,19 @@ def perplexity(logprobs: list[float]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
-def test_number_6_start_and_size_of_the_core(demo_model: Path) -> None:
+def test_number_6_size_of_the_core(engines: EnginePool, demo_model: Path) -> None:
+    engine = engines.get(demo_model, flags=FLOAT32)
+    engine.raw.greedy([5, 6, 7], 8)
+    core = engine.tree().core
+    assert core is not None and core.memory_info().rss < CORE_RESIDENT_BYTES
+    assert not any("torch" in m.path for m in core.memory_maps()), "the core has loaded torch"
+
+
+@pytest.mark.slow
+def test_number_6_time_to_start(demo_model: Path) -> None:
     """The best of two starts counts: the machine may be busy with something else."""
     took = []
-    for _ in range(2):
+    while len(took) < 2 and (not took or took[-1] >= START_S):
         with serve(demo_model) as engine:
             took.append(engine.start_s)
-            engine.raw.greedy([5, 6, 7], 8)
-            core = engine.tree().core
-            assert core is not None and core.memory_info().rss < CORE_RESIDENT_BYTES
-            assert not any("torch" in m.path for m in core.memory_maps()), "the core has loaded torch"
-        if took[-1] < START_S:
-            break
     assert min(took) < START_S, f"ready after {took} s"
