@@ -505,6 +505,7 @@ class EngineCore:
                 kv_blocks_total=stats.total_blocks,
                 kv_blocks_free=stats.free_blocks,
                 steps_in_flight=stats.steps_in_flight,
+                num_cohorts=stats.num_cohorts,
                 **self._totals_with(stats),
             )
         for rank, report in self._executor.stage_reports().items():
