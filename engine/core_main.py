@@ -7,6 +7,7 @@ output, in one JSON line, where workers reach it or why it can't start.
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from engine.config import unpack_start
@@ -38,8 +39,9 @@ def main() -> int:
 
 
 def _report(answer: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    # The rank that waits for this may have been ended meanwhile; the core then ends with the agent, without a word.
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
     # The reader may go away; nothing else may be written there.
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from engine.config import CoreConfig, ModelFiles
+from engine.config import CoreConfig, ModelFiles, pack_start
 from engine.scheduler import SchedulerConfig
 from ipc.channel import open_socket, receive_within
 from ipc.codec import decode, encode
@@ -514,3 +514,20 @@ def test_listening_never_replaces_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a socket"), running_core(tmp_path, listen=(f"ipc://{precious}",)):
         pass
     assert precious.read_text() == "data"
+
+
+def test_a_core_whose_rank_is_gone_says_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as agent:
+        run = RunDirectory(path=tmp_path / "r" / "1-x")
+        run.create()
+        config = CoreConfig(run_dir=str(run.path), agent_pid=agent.pid, agent_start=0, key="", num_stages=1,
+                            listen=(f"ipc://{tmp_path}/listen",), model_name="fake", vocab_size=9, model_max_len=64)
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        with subprocess.Popen([sys.executable, "-m", "engine.core_main", str(run.path)], stdin=subprocess.PIPE,
+                              stdout=write_end, stderr=subprocess.PIPE) as core:
+            os.close(write_end)
+            core.stdin.write(pack_start(config, ModelFiles()))
+            core.stdin.close()
+            agent.stdin.close()
+            assert core.wait(DEADLINE_S) == 0 and b"Traceback" not in core.stderr.read()
