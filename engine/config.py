@@ -52,6 +52,10 @@ class CoreConfig:
     async_scheduling: bool = True
     prefill_share: float = PREFILL_SHARE
     """See ``engine.pacing``."""
+    num_cohorts: int | None = None
+    """Fixes the number of groups of decodes, for comparison; None lets the cost model choose."""
+    single_batch: bool = False
+    """One step in flight, which takes all that is ready: for comparison."""
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""
     drain_timeout_s: float = 30.0
@@ -76,6 +80,8 @@ class CoreConfig:
             ("--scheduling-policy", self.scheduling_policy,
              self.scheduling_policy in [policy.value for policy in SchedulingPolicy], "must be fcfs or priority"),
             ("--prefill-share", self.prefill_share, 0 < self.prefill_share <= 1, "must be above 0 and at most 1"),
+            ("--num-cohorts", self.num_cohorts, self.num_cohorts is None or 1 <= self.num_cohorts <= self.num_stages + 1,
+             f"must be between 1 and {self.num_stages + 1} (stages + 1)"),
             ("--drain-timeout", self.drain_timeout_s, self.drain_timeout_s >= 0, "must not be negative"),
             ("--health-timeout", self.health_timeout_s, self.health_timeout_s >= 1, "must be at least 1 second"),
         )

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import zmq
@@ -263,6 +263,9 @@ class EngineCore:
                 prefix_caching=config.prefix_caching,
                 policy=SchedulingPolicy(config.scheduling_policy),
                 async_scheduling=config.async_scheduling,
+                num_cohorts=config.num_cohorts,
+                is_greedy=config.single_batch,
+                max_steps_in_flight=1 if config.single_batch else None,
                 prefill_share=config.prefill_share,
             ),
             core_id=self._core_id,
@@ -507,6 +510,7 @@ class EngineCore:
                 steps_in_flight=stats.steps_in_flight,
                 num_cohorts=stats.num_cohorts,
                 **self._totals_with(stats),
+                **{f"cost_{name}": value for name, value in asdict(self._costs.coefficients).items()},
             )
         for rank, report in self._executor.stage_reports().items():
             values[f"stage_{rank}_resident_bytes"] = report.resident_bytes

@@ -27,6 +27,8 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     async_scheduling: bool = True
     """One step more than there are stages is in flight, if need be with tokens that are not known yet."""
+    max_steps_in_flight: int | None = None
+    """Fewer than there would be otherwise: for comparison."""
     is_greedy: bool = False
     """Every step takes all that is ready, up to the token budget: for comparison."""
     num_cohorts: int | None = None
@@ -57,7 +59,8 @@ class SchedulerConfig:
     @property
     def depth(self) -> int:
         """Steps that may be in flight."""
-        return self.num_stages + 1 if self.async_scheduling else self.num_stages
+        usual = self.num_stages + 1 if self.async_scheduling else self.num_stages
+        return usual if self.max_steps_in_flight is None else min(usual, self.max_steps_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

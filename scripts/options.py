@@ -128,6 +128,10 @@ SERVE_OPTIONS = (
     _option(_MEMORY, "--prefill-share", type=click.FloatRange(0, 1, min_open=True), default=0.62,
             help="Share s of the time for a prompt while answers stream: streams get 1/(1-s) times slower, the prompt "
             "1/s times; 1 does not throttle prompts."),
+    _option(_MEMORY, "--num-cohorts", type=click.IntRange(1), default=None, hidden=True,
+            help="Fixed number of groups of decodes; for comparison."),
+    _option(_MEMORY, "--single-batch", is_flag=True, hidden=True,
+            help="One step in flight, which takes all that is ready; for comparison."),
     _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",
             help="Client address, tcp://HOST:PORT or ipc://PATH; repeatable.  "
             "[default: tcp://127.0.0.1:5757 if free, else a free port]"),

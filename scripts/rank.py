@@ -162,6 +162,8 @@ def _ensure_core(
         scheduling_policy=options["scheduling_policy"],
         async_scheduling=options["async_scheduling"],
         prefill_share=options["prefill_share"],
+        num_cohorts=options["num_cohorts"],
+        single_batch=options["single_batch"],
         seed=options["seed"],
         drain_timeout_s=options["drain_timeout"],
         health_timeout_s=options["health_timeout"],
