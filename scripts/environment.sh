@@ -68,7 +68,7 @@ install_brigade() {
     local extras=$1 stamp wanted
     refuse_clash
     stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/brigade-installed
-    wanted="$PWD $(cat setup.cfg pyproject.toml constraints.txt | sha256sum | cut -d' ' -f1)"
+    wanted="$PWD $(cat setup.cfg setup.py pyproject.toml constraints.txt kernels/cpu/src/* | sha256sum | cut -d' ' -f1)"
     if [ -f "$stamp" ] && grep -qxF -e "$wanted [$extras]" -e "$wanted [test]" "$stamp"; then
         say "packages: already installed"
     else
