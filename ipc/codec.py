@@ -22,7 +22,7 @@ import numpy as np
 
 from ipc import messages
 from ipc.errors import ProtocolError, RequestError
-from ipc.messages import MESSAGE_TYPES, Bounds, FloatBuffer, IdBuffer, Ints, Scalars
+from ipc.messages import MESSAGE_TYPES, Bounds, FloatBuffer, IdBuffer, Ints, Scalars, SpanBuffer
 from ipc.params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -219,7 +219,7 @@ def _decode_float(data: Any, path: str, incoming: _Incoming) -> float:
 
 
 def _bounded(kind: type, bounds: Bounds) -> tuple[_Encode, _Decode]:
-    _, decode_plain = _codec_of(kind)
+    encode_plain, decode_plain = _codec_of(kind)
     is_number = kind is int
 
     def decode_value(data: Any, path: str, incoming: _Incoming) -> Any:
@@ -230,7 +230,7 @@ def _bounded(kind: type, bounds: Bounds) -> tuple[_Encode, _Decode]:
             raise ProtocolError(path, f"{what} between {bounds.low} and {bounds.high}, got {measure}")
         return value
 
-    return _same, decode_value
+    return encode_plain, decode_value
 
 
 def _optional(inner: Any) -> tuple[_Encode, _Decode]:
@@ -300,6 +300,7 @@ _PLAIN: dict[Any, tuple[_Encode, _Decode]] = {
     _key(Ints): (lambda value, buffers: pack_ints(value), _decode_ints),
     _key(IdBuffer): _buffer(np.dtype("<i4")),
     _key(FloatBuffer): _buffer(np.dtype("<f4")),
+    _key(SpanBuffer): _buffer(np.dtype("<i8")),
     _key(Scalars): (_same, _decode_scalars),
     _key(SamplingParams): (lambda value, buffers: value.to_wire(), _decode_params),
 }

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.params import SamplingParams
+from ipc.spans import MAX_SPANS, SPAN_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ IdBuffer = NDArray[np.int32]
 
 FloatBuffer = NDArray[np.float32]
 """A raw frame of little-endian float32."""
+
+SpanBuffer = NDArray[np.int64]
+"""Spans (see spans.py) as a raw frame of little-endian int64, four to a span."""
+
+FewSpans = Annotated[SpanBuffer, Bounds(0, SPAN_FIELDS * (MAX_SPANS + 1))]
+"""What one recorder may hold."""
+
+Nanoseconds = Annotated[int, Bounds(-(1 << 62), (1 << 62) - 1)]
 
 Scalars = dict[str, int | float | str | bool]
 """A flat map of named values."""
@@ -219,6 +228,7 @@ class StageReport:
     token_wait_s: float
     queue_depth: U32
     resident_bytes: U64
+    send_wait_s: float = 0.0
 
 
 @part
@@ -324,6 +334,34 @@ class ModelRunnerOutput:
     """Rows whose logits held a NaN: their requests end with an error."""
 
 
+@message(tag=13)
+class TimelineRequest:
+    """core -> worker: what did the main thread do in the last seconds? Answered with TimelineReport."""
+
+    core_id: U64
+    epoch: U32
+    question_id: U64
+    seconds: float
+
+
+@message(tag=14)
+class TimelineReport:
+    """worker -> core: the spans that were asked for, on the worker's own clock.
+
+    The two times tell the core how far the clocks of two hosts are apart.
+    """
+
+    core_id: U64
+    epoch: U32
+    rank: U32
+    question_id: U64
+    received_ns: Nanoseconds
+    """When the question arrived."""
+    replied_ns: Nanoseconds
+    """When this was sent."""
+    spans: FewSpans
+
+
 # ---------------------------------------------------------------------------------------------- core and clients
 
 
@@ -366,7 +404,9 @@ class Control:
 
     control_id: U64
     op: Name
-    """"stats", "health", or "reset_prefix_cache" (forget what finished requests left)."""
+    """"stats", "health", "reset_prefix_cache" (forget what finished requests left), or "timeline"."""
+    seconds: float = 1.0
+    """How far back a timeline goes."""
 
 
 @message(tag=48)
@@ -444,3 +484,30 @@ class ControlReply:
     error: Text
     """Empty when it went well."""
     values: Scalars
+
+
+@part
+class TimelineLane:
+    """What one thread did: the core's, or a rank's main thread. Times are on the core's clock."""
+
+    rank: U32 | None
+    """None for the core."""
+    host: Name
+    error: Text
+    """Why there are no spans; empty when there are."""
+    clock_error_ns: U64
+    """How wrong the times may be, beside the core's: half of what the question was under way; 0 on the core's host."""
+    spans: FewSpans
+
+
+@message(tag=52)
+class TimelineReply:
+    """core -> client: the answer to a Control "timeline", whichever ranks answered in time."""
+
+    core_id: U64
+    control_id: U64
+    now_ns: Nanoseconds
+    """When the core was asked, on its clock: the end of the window."""
+    seconds: float
+    lanes: tuple[TimelineLane, ...]
+    """The core, then every rank in order."""

@@ -32,6 +32,10 @@ def floats(*values: float) -> Any:
     return np.array(values, np.float32)
 
 
+def spans(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
 GROUP = m.KVCacheGroup(kind="window", layers=[0, 2, 4], window=16)
 LOGPROBS = m.TokenLogprobs(start=3, num_top=1, token_ids=ids(5, 6), logprobs=floats(-0.5, -1.0), ranks=ids(1))
 COLUMNS = m.LogprobColumns(
@@ -54,7 +58,7 @@ SAMPLES: list[Any] = [
     m.Heartbeat(core_id=1, epoch=2),
     m.StageReport(
         core_id=1, epoch=2, rank=1, num_steps=12, busy_s=1.5, plan_wait_s=0.5, receive_wait_s=0.25, token_wait_s=0.0,
-        queue_depth=2, resident_bytes=1 << 28,
+        queue_depth=2, resident_bytes=1 << 28, send_wait_s=0.125,
     ),
     m.SchedulerOutput(
         core_id=1, epoch=2, step_id=10, freed_rows=[5],
@@ -72,11 +76,15 @@ SAMPLES: list[Any] = [
         core_id=1, epoch=2, step_id=10, rows=[1, 2], token_ids=[7, 70000], counts=[1, 1], logprobs=COLUMNS,
         prompt_logprobs=COLUMNS, nan_rows=[2],
     ),
+    m.TimelineRequest(core_id=1, epoch=2, question_id=3, seconds=0.5),
+    m.TimelineReport(
+        core_id=1, epoch=2, rank=1, question_id=3, received_ns=1 << 60, replied_ns=-1, spans=spans(10, 7, 1 << 40, 1 << 41)
+    ),
     m.Attach(client="test 1"),
     m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1,
         timeout_s=1.5),
     m.AbortRequest(request_id="r", reason="stop"),
-    m.Control(control_id=8, op="stats"),
+    m.Control(control_id=8, op="stats", seconds=2.5),
     m.ModelInfo(
         core_id=1, version="0.1.0", name="m", num_stages=2, vocab_size=512, max_model_len=64, max_num_seqs=8,
         eos_token_ids=[1, 2], tokenizer=b"{}", tokenizer_config=b"{}", chat_template="t", generation_config=b"[]",
@@ -87,6 +95,13 @@ SAMPLES: list[Any] = [
     ),
     m.RequestFailed(core_id=1, request_id="r", code="bad_request", reason="top_p=2 must be …", field="top_p"),
     m.ControlReply(core_id=1, control_id=8, error="e", values={"running": 3, "share": 0.5, "name": "x", "ok": True}),
+    m.TimelineReply(
+        core_id=1, control_id=8, now_ns=1 << 41, seconds=0.5,
+        lanes=(
+            m.TimelineLane(rank=None, host="h", error="", clock_error_ns=0, spans=spans(32, -1, 0, 9, 37, 4, 9, 11)),
+            m.TimelineLane(rank=1, host="h2", error="silent", clock_error_ns=7, spans=spans()),
+        ),
+    ),
 ]  # fmt: skip
 
 

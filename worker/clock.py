@@ -1,41 +1,26 @@
 """Where does a stage's time go? Computing, or waiting, and for what."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-BUSY, PLAN, LINK, TOKENS = "busy", "plan", "link", "tokens"
-"""Computing; waiting for the core's next step; for a neighbour's activations; for sampled tokens."""
+from ipc.spans import MAX_SPANS, WAITS, Kind, Recorder
+
+PLAN, LINK, TOKENS, SEND = Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND
+"""Waiting for the core's next step; for a neighbour's activations; for sampled tokens; for room to send."""
 
 
-class StageClock:
-    """Written by the main thread, read by the control thread: every moment counts for exactly one cause."""
+class StageClock(Recorder):
+    """A stage's main thread records; its control thread reads: every moment counts for exactly one kind."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._totals = dict.fromkeys((BUSY, PLAN, LINK, TOKENS), 0.0)
-        self._now = (PLAN, clock())
-        """Current cause, and since when; one object, so that a reader never sees half of it."""
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, *, capacity: int = MAX_SPANS) -> None:
+        super().__init__(clock=clock, capacity=capacity)
         self.num_steps = 0
 
-    @contextmanager
-    def waiting(self, cause: str) -> Iterator[None]:
-        """Count the time inside for this cause, and what follows as busy."""
-        self._switch(cause)
-        try:
-            yield
-        finally:
-            self._switch(BUSY)
+    waiting = Recorder.during
+    """Count the time inside a ``with`` block for this cause; behind it the stage does again what it did before."""
 
-    def totals(self) -> dict[str, float]:
-        """Seconds by cause up to now, a wait in progress included."""
-        totals = dict(self._totals)
-        cause, since = self._now
-        totals[cause] += max(0.0, self._clock() - since)
-        return totals
-
-    def _switch(self, cause: str) -> None:
-        now = self._clock()
-        previous, since = self._now
-        self._now = (cause, now)
-        self._totals[previous] += now - since
+    def busy_and_waits(self) -> tuple[float, dict[Kind, float]]:
+        """Seconds of work and seconds of waiting by cause up to now, a wait in progress included."""
+        totals = self.totals_ns()
+        waits = {cause: totals[cause] / 1e9 for cause in WAITS}
+        return (sum(totals) - sum(totals[cause] for cause in WAITS)) / 1e9, waits

@@ -26,17 +26,19 @@ from ipc.messages import (
     SchedulerOutput,
     Shutdown,
     StageReport,
+    TimelineReport,
+    TimelineRequest,
     WorkerFailed,
     WorkerHello,
 )
-from worker.clock import BUSY, LINK, PLAN, TOKENS, StageClock
+from worker.clock import LINK, PLAN, SEND, TOKENS, StageClock
 from worker.lifeline import end_process, watch_process
 from worker.memory import resident_bytes
 from worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-FROM_CORE = (SchedulerOutput, Heartbeat, EpochStart, KVCacheConfig, Shutdown)
+FROM_CORE = (SchedulerOutput, Heartbeat, EpochStart, KVCacheConfig, Shutdown, TimelineRequest)
 
 Item = EpochStart | KVCacheConfig | SchedulerOutput | Shutdown
 
@@ -182,18 +184,32 @@ class ControlThread(threading.Thread):
         try_send(socket, encode(self._report(*self._life)))
 
     def _report(self, core_id: int, epoch: int) -> StageReport:
-        seconds = self._clock.totals()
+        busy_s, waits = self._clock.busy_and_waits()
         return StageReport(
             core_id=core_id,
             epoch=epoch,
             rank=self._settings.rank,
             num_steps=self._clock.num_steps,
-            busy_s=seconds[BUSY],
-            plan_wait_s=seconds[PLAN],
-            receive_wait_s=seconds[LINK],
-            token_wait_s=seconds[TOKENS],
+            busy_s=busy_s,
+            plan_wait_s=waits[PLAN],
+            receive_wait_s=waits[LINK],
+            token_wait_s=waits[TOKENS],
             queue_depth=self.inbox.qsize(),
             resident_bytes=resident_bytes(),
+            send_wait_s=waits[SEND],
+        )
+
+    def _timeline(self, request: TimelineRequest) -> TimelineReport:
+        received_ns = time.monotonic_ns()
+        spans = self._clock.snapshot(request.seconds)
+        return TimelineReport(
+            core_id=request.core_id,
+            epoch=request.epoch,
+            rank=self._settings.rank,
+            question_id=request.question_id,
+            received_ns=received_ns,
+            replied_ns=time.monotonic_ns(),
+            spans=spans.reshape(-1),
         )
 
     # ------------------------------------------------------------------------------------------ messages
@@ -218,7 +234,10 @@ class ControlThread(threading.Thread):
         if isinstance(message, Shutdown) and self._shutdown_at is None:
             self._shutdown_code = message.exit_code
             self._shutdown_at = time.monotonic() + SHUTDOWN_S
-        if not isinstance(message, Heartbeat):
+        if isinstance(message, TimelineRequest):
+            self._outbox.append(encode(self._timeline(message)))
+            os.eventfd_write(self._wakeup, 1)
+        elif not isinstance(message, Heartbeat):
             self.inbox.put(message)
 
     def _on_epoch_start(self, start: EpochStart) -> None:

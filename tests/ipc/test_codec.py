@@ -75,7 +75,7 @@ def test_trailing_fields_may_be_missing_if_they_have_defaults(message: Any) -> N
     num_buffers = sum(f.type in ("IdBuffer", m.IdBuffer, m.FloatBuffer) for f in fields(message)[:required])
     if isinstance(message, m.SchedulerOutput):
         num_buffers = 1
-    back = decode(frames[: 3 + num_buffers], EVERY)
+    back = decode(frames if required == len(fields(message)) else frames[: 3 + num_buffers], EVERY)
     for f in fields(message)[required:]:
         default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
         assert plain(getattr(back, f.name)) == plain(default)

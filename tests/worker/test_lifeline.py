@@ -9,7 +9,6 @@ import sys
 import psutil
 import pytest
 
-from worker.clock import BUSY, LINK, PLAN, TOKENS, StageClock
 from worker.lifeline import watch_process
 from worker.progress import Progress
 from worker.topology import Topology
@@ -45,28 +44,6 @@ def test_a_process_can_be_watched():
         os.close(descriptor)
         process.kill()
     assert watch_process(process.pid) is None
-
-
-class Now:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_every_moment_counts_for_exactly_one_cause():
-    now = Now()
-    clock = StageClock(now)
-    with clock.waiting(PLAN):
-        now.now += 5
-        assert clock.totals() == {BUSY: 0, PLAN: 5, LINK: 0, TOKENS: 0}
-    now.now += 2
-    with clock.waiting(LINK):
-        now.now += 3
-    with clock.waiting(TOKENS):
-        now.now += 0.5
-    now.now += 1
-    assert clock.totals() == {BUSY: 3, PLAN: 5, LINK: 3, TOKENS: 0.5}
 
 
 class Terminal(io.StringIO):
