@@ -12,7 +12,7 @@ from ipc.aclient import AsyncTokenClient, AsyncTokenStream
 from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import PeerLost
-from ipc.messages import ModelInfo
+from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
 
 
@@ -120,6 +120,13 @@ class AsyncClient:
     async def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
         await self._tokens.reset_prefix_cache(timeout_s)
+
+    async def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
+        """What the core and every rank did in the last seconds (see ipc/spans.py). Raises RequestError or PeerLost.
+
+        A rank that does not answer in time has a lane with an error instead of spans.
+        """
+        return await self._tokens.timeline(seconds, timeout_s)
 
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""

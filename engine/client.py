@@ -10,7 +10,7 @@ from engine.text.tokenizer import Tokenizer
 from ipc.client import TokenClient, TokenStream
 from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.messages import ModelInfo
+from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
 
 
@@ -112,6 +112,13 @@ class Client:
     def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
         self._tokens.reset_prefix_cache(timeout_s)
+
+    def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
+        """What the core and every rank did in the last seconds (see ipc/spans.py). Raises RequestError or PeerLost.
+
+        A rank that does not answer in time has a lane with an error instead of spans.
+        """
+        return self._tokens.timeline(seconds, timeout_s)
 
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""

@@ -25,6 +25,7 @@ from engine.kv_spec import spec_of
 from engine.policies import Deadlines, SchedulingPolicy, check_queue_room
 from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
+from engine.timeline import Timelines, core_values, stage_values
 from ipc.channel import open_socket
 from ipc.codec import Frame, encode
 from ipc.endpoints import RunDirectory, host_id
@@ -39,7 +40,9 @@ from ipc.messages import (
     ModelRunnerOutput,
     RequestOutput,
     Scalars,
+    TimelineReport,
 )
+from ipc.spans import NO_STEP, Kind, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,11 @@ class EngineCore:
             core_host=host_id(),
             clock=time.monotonic,
         )
+        self._recorder = Recorder()
+        self._timelines = Timelines(
+            self._recorder, self._executor, self._gateway,
+            core_id=self._core_id, host=host_id(), num_stages=config.num_stages,
+        )  # fmt: skip
         self._scheduler: Scheduler | None = None
         """Of the current epoch; None while there is no ready one."""
         self._info: ModelInfo | None = None
@@ -122,7 +130,10 @@ class EngineCore:
         exit_code = 0
         try:
             while True:
-                ready = {source for source, _ in self._poller.poll(self._poll_timeout_ms())}
+                timeout_ms = self._poll_timeout_ms()
+                self._recorder.doing(Kind.IDLE, NO_STEP)
+                ready = {source for source, _ in self._poller.poll(timeout_ms)}
+                self._recorder.doing(Kind.CLIENTS)
                 if self._agent in ready:
                     break
                 if self._wakeup in ready:
@@ -137,23 +148,30 @@ class EngineCore:
     def _turn(self) -> None:
         for received in self._gateway.receive():
             self._on_client_message(received)
+        self._recorder.doing(Kind.RECEIVE)
         for event in self._executor.receive():
             self._on_event(event)
         for event in self._executor.end_silent_epoch():
             self._on_event(event)
         self._schedule()
+        self._recorder.doing(Kind.OTHER, NO_STEP)
+        self._timelines.answer_overdue()
         for client in self._gateway.take_lost():
             self._drop_client(client)
         self._check_deadlines()
 
     def _schedule(self) -> None:
+        self._recorder.doing(Kind.SCHEDULE, NO_STEP)
         while self._scheduler is not None and (plan := self._scheduler.schedule()) is not None:
+            self._recorder.doing(Kind.SEND_PLAN, plan.step_id)
             for event in self._executor.send_step(plan):
                 self._on_event(event)
+            self._recorder.doing(Kind.SCHEDULE, NO_STEP)
 
     def _poll_timeout_ms(self) -> int | None:
         possible = (
             self._drain_deadline, self._agent_deadline, self._executor.deadline(), self._deadlines.nearest(),
+            self._timelines.deadline(),
         )
         deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
@@ -235,15 +253,19 @@ class EngineCore:
                 self._on_epoch_ended(event)
             case ModelRunnerOutput():
                 self._apply(event)
+            case TimelineReport():
+                self._timelines.take(event)
 
     def _apply(self, output: ModelRunnerOutput) -> None:
         if self._scheduler is None:
             return
+        self._recorder.doing(Kind.APPLY, output.step_id)
         try:
             progresses = self._scheduler.update(output)
         except ProtocolError as error:
             self._give_up(f"the workers' output can't be trusted: {error}")
             return
+        self._recorder.doing(Kind.ANSWER)
         for progress in progresses:
             self._report(progress)
 
@@ -331,6 +353,8 @@ class EngineCore:
                     self._waiting_to_attach.add(client)
                 else:
                     self._gateway.send_frames(client, self._info_frames)
+            case Control(op="timeline") as message:
+                self._timelines.ask(client, message)
             case Control() as message:
                 self._gateway.send(client, self._answer(message))
 
@@ -485,7 +509,7 @@ class EngineCore:
             if self._scheduler is not None:  # without one there is no cache either
                 self._scheduler.reset_prefix_cache()
         else:
-            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache"
+            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache, timeline"
         return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
 
     def _stats(self) -> Scalars:
@@ -512,10 +536,7 @@ class EngineCore:
                 **self._totals_with(stats),
                 **{f"cost_{name}": value for name, value in asdict(self._costs.coefficients).items()},
             )
-        for rank, report in self._executor.stage_reports().items():
-            values[f"stage_{rank}_resident_bytes"] = report.resident_bytes
-            values[f"stage_{rank}_busy_s"] = report.busy_s
-        return values
+        return values | core_values(self._recorder) | stage_values(self._executor.stage_reports())
 
     def _totals_with(self, stats: SchedulerStats) -> dict[str, int]:
         of_epoch = {

@@ -37,6 +37,8 @@ from ipc.messages import (
     SchedulerOutput,
     Shutdown,
     StageReport,
+    TimelineReport,
+    TimelineRequest,
     WorkerFailed,
     WorkerHello,
     WorkerLoaded,
@@ -45,7 +47,9 @@ from ipc.messages import (
 
 logger = logging.getLogger(__name__)
 
-FROM_WORKER = (WorkerHello, WorkerLoaded, WorkerReady, WorkerFailed, StageReport, ModelRunnerOutput, Control)
+FROM_WORKER = (
+    WorkerHello, WorkerLoaded, WorkerReady, WorkerFailed, StageReport, ModelRunnerOutput, TimelineReport, Control,
+)  # fmt: skip
 
 MAX_WORKER_HEAD_BYTES = 1 << 24
 """Enough for the log probabilities and columns of the largest step."""
@@ -53,7 +57,7 @@ MAX_WORKER_HEAD_BYTES = 1 << 24
 HELLO_LIFETIME_S = 3.0
 """A waiting rank repeats its hello every second; one that stopped doing so is gone."""
 
-MessageOfEpoch = WorkerLoaded | WorkerReady | WorkerFailed | StageReport | ModelRunnerOutput
+MessageOfEpoch = WorkerLoaded | WorkerReady | WorkerFailed | StageReport | ModelRunnerOutput | TimelineReport
 
 
 class Phase(Enum):
@@ -84,7 +88,7 @@ class EpochEnded:
     was_ready: bool
 
 
-Event = EpochReady | EpochEnded | ModelRunnerOutput
+Event = EpochReady | EpochEnded | ModelRunnerOutput | TimelineReport
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +101,7 @@ class _Member:
     loaded: WorkerLoaded | None = None
     is_ready: bool = False
     report: StageReport | None = None
+    report_before: StageReport | None = None
 
 
 class Executor:
@@ -187,9 +192,21 @@ class Executor:
         """Ranks that the current phase still waits for."""
         return [rank for rank in range(self._config.num_stages) if not self._has_arrived(rank)]
 
-    def stage_reports(self) -> dict[int, StageReport]:
-        """The newest report of each rank."""
-        return {rank: m.report for rank, m in self._members.items() if m.report is not None}
+    def stage_reports(self) -> dict[int, tuple[StageReport, StageReport | None]]:
+        """The newest report of each rank, and the one before it, about a second older."""
+        return {rank: (m.report, m.report_before) for rank, m in sorted(self._members.items()) if m.report is not None}
+
+    def ask_timelines(self, question_id: int, seconds: float) -> dict[int, str]:
+        """Ask every rank of the epoch for its last seconds; TimelineReports come as events. Hosts of those asked."""
+        if self.phase is Phase.GATHERING:
+            return {}
+        frames = encode(TimelineRequest(
+            core_id=self._core_id, epoch=self.epoch, question_id=question_id, seconds=seconds
+        ))
+        return {
+            rank: member.hello.host for rank, member in sorted(self._members.items())
+            if try_send(self._socket, [member.identity, *frames])
+        }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -201,7 +218,9 @@ class Executor:
                 reply = ControlReply(core_id=self._core_id, control_id=message.control_id, error="", values={})
                 try_send(self._socket, [identity, *encode(reply)])
                 return []
-            case WorkerLoaded() | WorkerReady() | WorkerFailed() | StageReport() | ModelRunnerOutput():
+            case (
+                WorkerLoaded() | WorkerReady() | WorkerFailed() | StageReport() | ModelRunnerOutput() | TimelineReport()
+            ):
                 if (message.core_id, message.epoch) == (self._core_id, self.epoch) and self._members:
                     return self._on_epoch_message(identity, message)
                 self.num_dropped += 1
@@ -227,8 +246,10 @@ class Executor:
             case WorkerReady() if self.phase is Phase.WARMING:
                 member.is_ready = True
                 return self._become_ready() if not self.missing_ranks() else []
+            case TimelineReport():
+                return [message]
             case StageReport():
-                member.report = message
+                member.report_before, member.report = member.report, message
                 return self._send(member, Heartbeat(core_id=self._core_id, epoch=self.epoch))
         return []
 

@@ -27,6 +27,7 @@ from ipc.messages import (
     ModelInfo,
     RequestFailed,
     RequestOutput,
+    TimelineReply,
 )
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Gateway:
                 except RequestError as error:
                     self.fail(client, request_id_of(rest), error)
 
-    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply) -> None:
+    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply | TimelineReply) -> None:
         """Queue a message; a client that is gone or takes nothing is remembered as lost."""
         self.send_frames(client, encode(message))
 

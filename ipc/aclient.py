@@ -23,6 +23,7 @@ from ipc.conversation import (
     add_request_frames,
     attach_frames,
     check_request_id,
+    check_seconds,
     check_timeout,
     connect,
     control_frames,
@@ -30,10 +31,11 @@ from ipc.conversation import (
     is_final,
     open_dealer,
     read_answer,
+    timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -107,15 +109,22 @@ class AsyncTokenClient:
 
     async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name. Raises PeerLost or RequestError."""
-        return await self._attached().ask("stats", timeout_s)
+        return values_of(await self._attached().ask("stats", timeout_s))
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises PeerLost or RequestError when they can't."""
-        return await self._attached().ask("health", timeout_s)
+        return values_of(await self._attached().ask("health", timeout_s))
 
     async def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
-        await self._attached().ask("reset_prefix_cache", timeout_s)
+        values_of(await self._attached().ask("reset_prefix_cache", timeout_s))
+
+    async def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
+        """What the core and every rank did in the last seconds, in spans. Raises PeerLost or RequestError.
+
+        A rank that does not answer in time has a lane with an error instead.
+        """
+        return timeline_of(await self._attached().ask("timeline", timeout_s, check_seconds(seconds)))
 
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""
@@ -211,7 +220,7 @@ class _AsyncConnection:
         self._hello = hello
         self._streams: dict[str, _Inbox] = {}
         self._abandoned: dict[str, int] = {}
-        self._questions: dict[int, asyncio.Future[ControlReply]] = {}
+        self._questions: dict[int, asyncio.Future[ControlReply | TimelineReply]] = {}
         self._question_ids = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._dealer = cast(zmq.asyncio.Socket, open_dealer(cast("zmq.Context[zmq.Socket[bytes]]", self._context)))
@@ -248,14 +257,15 @@ class _AsyncConnection:
             self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
             self.send(abort_frames(request_id, reason))
 
-    async def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+    async def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> ControlReply | TimelineReply:
         check_timeout(timeout_s)
         control_id = next(self._question_ids)
-        answer = self._questions[control_id] = self.loop.create_future()
-        self.send(control_frames(control_id, op))
+        answer: asyncio.Future[ControlReply | TimelineReply] = self.loop.create_future()
+        self._questions[control_id] = answer
+        self.send(control_frames(control_id, op, seconds))
         try:
             async with asyncio.timeout(timeout_s):
-                return values_of(await answer)
+                return await answer
         except TimeoutError:
             raise PeerLost(f"the core at {self.address} did not answer {op!r} within {timeout_s:g} s") from None
         finally:
@@ -313,7 +323,7 @@ class _AsyncConnection:
                 self.attached.set_result(answer)
         elif not self.attached.done() or answer.core_id != self.attached.result().core_id:
             log.warning("dropped a message from a core that this client is not attached to")
-        elif isinstance(answer, ControlReply):
+        elif isinstance(answer, ControlReply | TimelineReply):
             question = self._questions.get(answer.control_id)
             if question is not None and not question.done():
                 question.set_result(answer)

@@ -27,6 +27,7 @@ from ipc.conversation import (
     add_request_frames,
     attach_frames,
     check_request_id,
+    check_seconds,
     check_timeout,
     connect,
     control_frames,
@@ -34,15 +35,16 @@ from ipc.conversation import (
     is_final,
     open_dealer,
     read_answer,
+    timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_Inbox = queue.SimpleQueue[RequestOutput | ModelInfo | ControlReply | Failure | None]
+_Inbox = queue.SimpleQueue[RequestOutput | ModelInfo | ControlReply | TimelineReply | Failure | None]
 """None stands behind the last output of a stream, for readers that wait in other threads."""
 
 
@@ -102,15 +104,22 @@ class TokenClient:
 
     def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name. Raises PeerLost or RequestError."""
-        return self._connection.ask("stats", timeout_s)
+        return values_of(self._connection.ask("stats", timeout_s))
 
     def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises PeerLost or RequestError when they can't."""
-        return self._connection.ask("health", timeout_s)
+        return values_of(self._connection.ask("health", timeout_s))
 
     def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
-        self._connection.ask("reset_prefix_cache", timeout_s)
+        values_of(self._connection.ask("reset_prefix_cache", timeout_s))
+
+    def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
+        """What the core and every rank did in the last seconds, in spans. Raises PeerLost or RequestError.
+
+        A rank that does not answer in time has a lane with an error instead.
+        """
+        return timeline_of(self._connection.ask("timeline", timeout_s, check_seconds(seconds)))
 
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""
@@ -231,12 +240,12 @@ class _Connection:
         self._raise_if_lost()
         self._post(partial(self._unsent.append, frames))
 
-    def ask(self, op: str, timeout_s: float) -> dict[str, Scalar]:
+    def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> ControlReply | TimelineReply:
         check_timeout(timeout_s)
         self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
         control_id = next(self._question_ids)
-        self._post(partial(self._ask, control_id, inbox, op))
+        self._post(partial(self._ask, control_id, inbox, control_frames(control_id, op, seconds)))
         if self._lost is not None:
             raise PeerLost(self._lost)
         try:
@@ -246,7 +255,7 @@ class _Connection:
             raise PeerLost(f"the core at {self.address} did not answer {op!r} within {timeout_s:g} s") from None
         if isinstance(item, Failure):
             raise item.error
-        return values_of(cast(ControlReply, item))
+        return cast(ControlReply | TimelineReply, item)
 
     def stop(self) -> None:
         """Let the thread abort what is open, and end."""
@@ -322,7 +331,7 @@ class _Connection:
                     self._attached.put(answer)
             elif self._model is None or answer.core_id != self._model.core_id:
                 log.warning("dropped a message from a core that this client is not attached to")
-            elif isinstance(answer, ControlReply):
+            elif isinstance(answer, ControlReply | TimelineReply):
                 if (asker := self._questions.pop(answer.control_id, None)) is not None:
                     asker.put(answer)
             else:
@@ -376,12 +385,12 @@ class _Connection:
             self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
             self._unsent.append(abort_frames(request_id, reason))
 
-    def _ask(self, control_id: int, inbox: _Inbox, op: str) -> None:
+    def _ask(self, control_id: int, inbox: _Inbox, frames: list[Frame]) -> None:
         if self._lost is not None:
             inbox.put(Failure(PeerLost(self._lost)))
             return
         self._questions[control_id] = inbox
-        self._unsent.append(control_frames(control_id, op))
+        self._unsent.append(frames)
 
     def _send_unsent(self) -> None:
         while self._unsent and try_send(self._dealer, self._unsent[0]):

@@ -21,6 +21,7 @@ from ipc.messages import (
     ModelInfo,
     RequestFailed,
     RequestOutput,
+    TimelineReply,
 )
 from ipc.params import MAX_TOKEN_ID, SamplingParams
 
@@ -43,8 +44,8 @@ MAX_FRAME_BYTES = 1 << 29
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 Scalar = int | float | str | bool
-Answer = ModelInfo | RequestOutput | RequestFailed | ControlReply
-_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, ControlReply)
+Answer = ModelInfo | RequestOutput | RequestFailed | ControlReply | TimelineReply
+_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, ControlReply, TimelineReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,15 @@ def abort_frames(request_id: str, reason: str = "abort") -> list[Frame]:
     return encode(AbortRequest(request_id=request_id, reason=reason))
 
 
-def control_frames(control_id: int, op: str) -> list[Frame]:
-    return encode(Control(control_id=control_id, op=op))
+def control_frames(control_id: int, op: str, seconds: float = 1.0) -> list[Frame]:
+    return encode(Control(control_id=control_id, op=op, seconds=seconds))
+
+
+def check_seconds(seconds: float) -> float:
+    """The same as a float. Raises RequestError for what is no number; the core knows how far it can look back."""
+    if type(seconds) not in (int, float):
+        raise RequestError(f"seconds={_shown(seconds)} must be a number", field="seconds")
+    return float(seconds)
 
 
 def check_request_id(request_id: str | None) -> str:
@@ -131,11 +139,20 @@ def error_of(failed: RequestFailed) -> RequestError:
     return RequestError(failed.reason, code=failed.code, field=failed.field)
 
 
-def values_of(reply: ControlReply) -> dict[str, Scalar]:
+def values_of(reply: ControlReply | TimelineReply) -> dict[str, Scalar]:
     """What the core answered. Raises RequestError when it answered with an error."""
+    if isinstance(reply, TimelineReply):
+        raise RequestError("the core answered with a timeline that nobody asked for", code="internal")
     if reply.error:
         raise RequestError(reply.error, code="unavailable")
     return reply.values
+
+
+def timeline_of(reply: ControlReply | TimelineReply) -> TimelineReply:
+    """The same for a timeline."""
+    if isinstance(reply, ControlReply):
+        raise RequestError(reply.error or "the core answered without a timeline", code="unavailable")
+    return reply
 
 
 def is_final(answer: RequestOutput | RequestFailed) -> bool:

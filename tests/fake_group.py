@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from dataclasses import replace
 
 import zmq
@@ -17,6 +18,8 @@ from ipc.messages import (
     SchedulerOutput,
     Shutdown,
     StageReport,
+    TimelineReport,
+    TimelineRequest,
     WorkerFailed,
     WorkerHello,
     WorkerLoaded,
@@ -24,7 +27,7 @@ from ipc.messages import (
 )
 from tests.fakes import FakeWorker
 
-FROM_CORE = (EpochStart, KVCacheConfig, SchedulerOutput, Shutdown, Heartbeat)
+FROM_CORE = (EpochStart, KVCacheConfig, SchedulerOutput, Shutdown, Heartbeat, TimelineRequest)
 
 
 class FakeGroup:
@@ -35,6 +38,8 @@ class FakeGroup:
         self.epoch_start: EpochStart | None = None
         self.num_steps = 0
         self.plans: list[SchedulerOutput] = []
+        self.spans: dict[int, object] = {}
+        """Flat, of the ranks that answer questions for timelines."""
         self.shut_down = threading.Event()
         self.exit_code: int | None = None
         self._last_words: WorkerFailed | None = None
@@ -111,6 +116,11 @@ class FakeGroup:
                         self.num_steps += 1
                         self.plans.append(message)
                         socket.send_multipart(encode(worker.receive()))
+                    elif isinstance(message, TimelineRequest) and rank in self.spans:
+                        now = time.monotonic_ns()
+                        socket.send_multipart(encode(TimelineReport(
+                            core_id=message.core_id, epoch=message.epoch, rank=rank, question_id=message.question_id,
+                            received_ns=now, replied_ns=now, spans=self.spans[rank])))
                     elif isinstance(message, Shutdown):
                         self.exit_code = message.exit_code
                         self.shut_down.set()
