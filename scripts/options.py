@@ -95,7 +95,7 @@ SERVE_OPTIONS = (
     _option(_PIPELINE, "--tensor-parallel-size", "--tp", type=click.IntRange(1), default=1,
             help="Ranks that share a stage; only 1 works for now."),
     _option(_PIPELINE, "--pipeline-partition", default="auto", metavar="auto|even|N,N,…",
-            help="Layers per stage."),
+            help="Layers per stage; auto measures what layers, embedding and head cost here."),
     _option(_MODEL, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
             help="Where stages compute; auto takes the GPU of the local rank if there is one."),
     _option(_MODEL, "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",

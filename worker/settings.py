@@ -42,6 +42,11 @@ class WorkerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    max_model_len: int | None = None
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes of KV cache per stage. These three as given by flags; the partition heeds them."""
+
     attention_backend: str = "auto"
     num_threads: int | None = None
     """Threads for computing; None: this rank's share of the cores."""
