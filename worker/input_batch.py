@@ -45,28 +45,6 @@ class PromptSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputBatch:
-    """One step, ready to be computed; tensors of the model are on its device. Valid for this step alone."""
-
-    plan: SchedulerOutput
-    num_tokens: int
-    token_ids: Tensor | None
-    """[T] int64; first stage only."""
-
-    positions: Tensor
-    """[T] int64."""
-
-    metadata: Any
-    """From the attention backend's builder; None when there are no tokens."""
-
-    sampling: SamplingRows | None
-    """Last stage only, and None when no row samples."""
-
-    prompt_slices: tuple[PromptSlice, ...]
-    """Last stage only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
     """Rows and counts of a plan beside what they mean for the sequences."""
 
@@ -85,6 +63,26 @@ class StepTokens:
         np.cumsum(num_scheduled, out=query_starts[1:])
         positions = np.repeat(span.starts.astype(np.int64), num_scheduled) + offsets_within(num_scheduled)
         return cls(rows=rows, num_scheduled=num_scheduled, query_starts=query_starts, span=span, positions=positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """One step, ready to be computed; tensors of the model are on its device. Valid for this step alone."""
+
+    plan: SchedulerOutput
+    tokens: StepTokens
+    num_tokens: int
+    positions: Tensor
+    """[T] int64."""
+
+    metadata: Any
+    """From the attention backend's builder; None when there are no tokens."""
+
+    sampling: SamplingRows | None
+    """Last stage only, and None when no row samples."""
+
+    prompt_slices: tuple[PromptSlice, ...]
+    """Last stage only."""
 
 
 def gather_token_ids(states: RequestStates, step: StepTokens) -> NDArray[np.int64]:

@@ -39,8 +39,8 @@ class StepResult:
 class ModelRunner:
     """Rows, tables and the forward pass of one stage.
 
-    One step is ``prepare`` (which may run before the activations are there), ``execute_model``, and on the last stage
-    ``sample_tokens``; steps in order. On the first stage ``accept_tokens`` brings in between what steps sampled.
+    One step is ``prepare`` (which needs neither activations nor the newest tokens), ``execute_model``, and on the last
+    stage ``sample_tokens``; steps in order. On the first stage ``accept_tokens`` brings in between what steps sampled.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ModelRunner:
         )
 
     def prepare(self, plan: SchedulerOutput) -> InputBatch:
-        """Apply the plan's diff to the rows, and build the step's inputs and metadata from them.
+        """Apply the plan's diff to the rows, and build from them all of the step's inputs but its token ids.
 
-        Tokens that the plan needs from earlier steps must have been accepted. Raises ProtocolError for a plan that
-        contradicts the rows.
+        Tokens of earlier steps may still be on their way: those for a row that this plan gives away are dropped when
+        they come. Raises ProtocolError for a plan that contradicts the rows.
         """
         if plan.has_grammar:
             raise ProtocolError("SchedulerOutput.has_grammar", "this version samples without grammars")
@@ -94,11 +94,10 @@ class ModelRunner:
         if self._is_first:
             chosen = step.span.samples
             self._states.await_tokens(plan.step_id, rows[chosen], step.span.ends[chosen].astype(np.int64))
-        token_ids = torch.from_numpy(gather_token_ids(self._states, step)).to(self._device) if self._is_first else None
         return InputBatch(
             plan=plan,
+            tokens=step,
             num_tokens=len(step.positions),
-            token_ids=token_ids,
             positions=torch.from_numpy(step.positions).to(self._device),
             metadata=self._builder.build(attention_inputs(self._table, step)) if len(rows) else None,
             sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
@@ -125,11 +124,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, batch: InputBatch, received: Tensor | None) -> StepResult:
-        """The forward pass of this stage. ``received``: [T, C] from the stage before, None on the first stage."""
+        """The forward pass of this stage.
+
+        ``received``: [T, C] from the stage before; None on the first stage, which must have accepted the tokens of all
+        steps that the plan needs.
+        """
         if not batch.num_tokens:
             return StepResult(hidden=torch.empty(0, self._hidden_size, dtype=self._dtype), logits=None)
-        if batch.token_ids is not None:
-            hidden = self._model.embed(batch.token_ids)
+        if self._is_first:
+            token_ids = torch.from_numpy(gather_token_ids(self._states, batch.tokens))
+            hidden = self._model.embed(token_ids.to(self._device))
         else:
             assert received is not None, "a stage behind the first one needs activations"
             hidden = received.to(self._device, non_blocking=True)

@@ -68,9 +68,9 @@ class Stage:
             raise ProtocolError("SchedulerOutput.step_id", f"is {plan.step_id} after step {self._last_step}")
         self._last_step = plan.step_id
         self.post_receives([plan])
+        batch = self._runner.prepare(plan)
         if self._token_inbox is not None and plan.step_id > 0:
             self._take_tokens(self._token_inbox, plan.needs_tokens_of_step)
-        batch = self._runner.prepare(plan)
         received = None
         if self._receiver is not None and batch.num_tokens:
             self.post_receives(upcoming)

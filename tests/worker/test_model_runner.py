@@ -298,3 +298,30 @@ def test_a_step_without_tokens_passes_through(path, oracle):
     assert (output.rows, output.token_ids, output.step_id) == ([], [], 2)
     plans.add(0, prompt)
     assert tokens_of(pipeline.run(plans.step({0: 20})))[0] == oracle.greedy(prompt, 1).token_ids[0]
+
+
+def test_the_first_stage_is_prepared_before_it_waits_for_tokens(path, monkeypatch):
+    pipeline, plans, order = Pipeline(path, 2), Plans(), []
+    prepare, take_until = pipeline.runners[0].prepare, pipeline.tokens.take_until
+    monkeypatch.setattr(pipeline.runners[0], "prepare", lambda plan: order.append("prepare") or prepare(plan))
+    monkeypatch.setattr(
+        pipeline.tokens, "take_until", lambda *args, **kwargs: order.append("wait") or take_until(*args, **kwargs)
+    )
+    plans.add(0, prompt_of(12))
+    pipeline.run(plans.step({0: 12}))
+    pipeline.run(plans.step({0: 1}))
+    assert order == ["prepare", "wait"] * 2
+
+
+def test_tokens_that_come_after_their_row_was_given_away_are_dropped(path, oracle):
+    pipeline, plans, prompt = Pipeline(path, 2), Plans(), prompt_of(20, 3)
+    plans.add(0, prompt_of(12))
+    first = plans.step({0: 12})
+    plans.free(0)
+    plans.add(0, prompt)
+    second = plans.step({0: 20}, needs=1)
+    assert pipeline.stages[0].run_step(first) is None
+    late = pipeline.stages[1].run_step(first)
+    assert late is not None and late.rows == [0]
+    got = [tokens_of(pipeline.run(second))[0]] + decode(pipeline, plans, [0], 5)[0]
+    assert got == oracle.greedy(prompt, 6).token_ids
