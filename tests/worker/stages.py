@@ -16,11 +16,15 @@ from worker.weights import open_checkpoint
 CPU = torch.device("cpu")
 
 
-def load_stage(path: Path, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype) -> StageModel:
+def empty_stage(path: Path, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype) -> StageModel:
     config = read_model_config(str(path))
     backend = select_backend("torch", device=CPU, dtype=dtype, head_size=config.head_size, block_size=4)
-    stage = build_stage(config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=CPU, backend=backend)
-    load_weights(stage, open_checkpoint(str(path), config), lambda done, total: None)
+    return build_stage(config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=CPU, backend=backend)
+
+
+def load_stage(path: Path, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype) -> StageModel:
+    stage = empty_stage(path, layers, is_first=is_first, is_last=is_last, dtype=dtype)
+    load_weights(stage, open_checkpoint(str(path), read_model_config(str(path))), lambda done, total: None)
     return stage
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file as save_torch_file
 from ipc.errors import ConfigError
 from tests import tiny
 from tests.conftest import Checkpoints
-from tests.worker.stages import load_stage
+from tests.worker.stages import empty_stage, load_stage
 from worker.model_config import read_model_config
 from worker.models import StageModel, load_weights
 from worker.weights import Checkpoint, open_checkpoint
@@ -110,7 +110,7 @@ def test_tied_matrix_under_the_heads_name(checkpoints: Checkpoints, tmp_path: Pa
 
 
 def test_progress_and_bytes(checkpoints: Checkpoints) -> None:
-    stage = load_stage(checkpoints.fx_r, range(0, 2), is_first=True, is_last=False, dtype=torch.bfloat16)
+    stage = empty_stage(checkpoints.fx_r, range(0, 2), is_first=True, is_last=False, dtype=torch.bfloat16)
     seen: list[tuple[int, int]] = []
     size = load_weights(stage, open_at(checkpoints.fx_r), lambda done, total: seen.append((done, total)))
     assert seen == [(i, 19) for i in range(1, 20)]

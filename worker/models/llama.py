@@ -12,9 +12,10 @@ from kernels.rope import apply_rope
 from kernels.silu_mul import silu_mul
 from worker.attention import AttentionBackend
 from worker.layers.embedding import Embedding
-from worker.layers.linear import Linear, PlainFormat
+from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryAngles
+from worker.layers.weight_format import borrowed_format
 from worker.layers.weight_slot import WeightSlot
 from worker.model_config import ModelConfig
 from worker.models.stage import BoundaryTensor, StageModel
@@ -166,7 +167,7 @@ class LlamaStage(StageModel):
         return sum(module.size_bytes for module in self._owners())
 
     def _make_head(self, device: torch.device) -> Linear:
-        """A tied head computes with the embedding's matrix: the same memory with one stage, a copy with several."""
+        """A tied head computes with the embedding's matrix: a copy with several stages, or where it is packed."""
         config = self.config
         return Linear(
             config.hidden_size,
@@ -174,7 +175,7 @@ class LlamaStage(StageModel):
             bias=False,
             dtype=self.dtype,
             device=device,
-            weight=PlainFormat(self.embedding.weight) if config.tie_word_embeddings and self.embedding else None,
+            weight=borrowed_format(self.embedding.weight) if config.tie_word_embeddings and self.embedding else None,
         )
 
     def _owners(self) -> Iterator[Embedding | Linear | RMSNorm]:
