@@ -7,6 +7,8 @@ import click
 COMMANDS = {
     "serve": "scripts.launch",
     "generate": "scripts.generate",
+    "bench": "scripts.bench.command",
+    "timeline": "scripts.show_timeline",
 }
 """Command name to module; the module calls its click command ``command``."""
 

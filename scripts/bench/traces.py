@@ -1,12 +1,23 @@
-"""Which requests come when? Drawn at random, or replayed from a CSV file."""
+"""Which requests come when? Drawn at random, or replayed from a file.
+
+A trace file has one request a line, in one of two forms:
+
+- JSON lines: an object with ``arrival`` (seconds from the start), ``prompt`` and ``output`` (tokens)::
+
+      {"arrival": 0.25, "prompt": 128, "output": 64}
+
+- CSV with the header ``arrival,prompt,output``.
+"""
 
 import csv
+import json
 import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from ipc.errors import ConfigError
+from scripts.bench.lengths import Lengths
 
 COLUMNS = ["arrival", "prompt", "output"]
 
@@ -20,6 +31,17 @@ class TraceRequest:
     num_output: int
 
 
+def draw_trace(count: int, rate: float, prompt: Lengths, output: Lengths, seed: int) -> list[TraceRequest]:
+    """Poisson arrivals at ``rate`` requests per second; an infinite rate brings all at once. Same seed, same trace."""
+    source = random.Random(seed)
+    arrival = 0.0
+    trace = []
+    for _ in range(count):
+        arrival += source.expovariate(rate) if math.isfinite(rate) else 0.0
+        trace.append(TraceRequest(arrival, prompt.draw(source), output.draw(source)))
+    return trace
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
     """Lengths drawn log-uniformly between two bounds, both included."""
@@ -28,50 +50,69 @@ class Mix:
     output: tuple[int, int] = (50, 500)
 
     def draw(self, count: int, rate: float, seed: int) -> list[TraceRequest]:
-        """Poisson arrivals at ``rate`` requests per second; an infinite rate brings all at once."""
-        source = random.Random(seed)
-        arrival = 0.0
-        trace = []
-        for _ in range(count):
-            arrival += source.expovariate(rate) if math.isfinite(rate) else 0.0
-            trace.append(TraceRequest(arrival, _log_uniform(source, self.prompt), _log_uniform(source, self.output)))
-        return trace
+        """See ``draw_trace``."""
+        prompt, output = (Lengths(low=low, high=high, is_log=True) for low, high in (self.prompt, self.output))
+        return draw_trace(count, rate, prompt, output, seed)
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-    """Requests from a CSV file with the header ``arrival,prompt,output``, in order of arrival.
+    """Requests from a trace file, in order of arrival.
 
     Raises:
         ConfigError: naming the line that is broken.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--trace", f"{path} can't be read: {error}") from None
-    lines = list(csv.reader(text.splitlines()))
-    if not lines or [name.strip() for name in lines[0]] != COLUMNS:
-        raise ConfigError("--trace", f"{path}, line 1: must be the header {','.join(COLUMNS)}")
-    trace = [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    trace = _read_json(path, lines) if lines and lines[0].lstrip().startswith("{") else _read_csv(path, lines)
     if not trace:
         raise ConfigError("--trace", f"{path} has no requests")
     return sorted(trace, key=lambda request: request.arrival)
 
 
-def _parse(path: str, number: int, line: list[str]) -> TraceRequest:
-    where = f"{path}, line {number}"
-    if len(line) != len(COLUMNS):
-        raise ConfigError("--trace", f"{where}: has {len(line)} fields, needs {len(COLUMNS)} ({','.join(COLUMNS)})")
+def _read_json(path: str, lines: list[str]) -> list[TraceRequest]:
+    trace = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ConfigError("--trace", f"{where}: {line!r:.80} is not JSON") from None
+        if not isinstance(values, dict) or set(values) != set(COLUMNS):
+            raise ConfigError("--trace", f"{where}: must be an object with {', '.join(COLUMNS)} and nothing else")
+        arrival, prompt, output = (values[name] for name in COLUMNS)
+        if type(arrival) not in (int, float) or type(prompt) is not int or type(output) is not int:
+            raise ConfigError("--trace", f"{where}: {line!r:.80} must hold a number of seconds and two of tokens")
+        trace.append(_checked(where, float(arrival), prompt, output))
+    return trace
+
+
+def _read_csv(path: str, lines: list[str]) -> list[TraceRequest]:
+    rows = list(csv.reader(lines))
+    if not rows or [name.strip() for name in rows[0]] != COLUMNS:
+        raise ConfigError(
+            "--trace", f"{path}, line 1: must be the header {','.join(COLUMNS)}, or an object in JSON with these keys"
+        )
+    return [_parse(f"{path}, line {number}", row) for number, row in enumerate(rows[1:], 2)]
+
+
+def _parse(where: str, row: list[str]) -> TraceRequest:
+    if len(row) != len(COLUMNS):
+        raise ConfigError("--trace", f"{where}: has {len(row)} fields, needs {len(COLUMNS)} ({','.join(COLUMNS)})")
     try:
-        request = TraceRequest(float(line[0]), int(line[1]), int(line[2]))
+        return _checked(where, float(row[0]), int(row[1]), int(row[2]))
+    except ConfigError:
+        raise
     except ValueError:
-        raise ConfigError("--trace", f"{where}: {','.join(line)!r:.80} is not a number of seconds and two of tokens") from None
-    if not (math.isfinite(request.arrival) and request.arrival >= 0):
-        raise ConfigError("--trace", f"{where}: arrival={line[0]} must be a finite number of seconds, at least 0")
-    if request.num_prompt < 1 or request.num_output < 1:
-        raise ConfigError("--trace", f"{where}: prompt={line[1]} and output={line[2]} must be at least 1 token")
-    return request
+        raise ConfigError("--trace", f"{where}: {','.join(row)!r:.80} is not a number of seconds and two of tokens") from None
 
 
-def _log_uniform(source: random.Random, bounds: tuple[int, int]) -> int:
-    low, high = bounds
-    return min(high, int(math.exp(source.uniform(math.log(low), math.log(high + 1)))))
+def _checked(where: str, arrival: float, num_prompt: int, num_output: int) -> TraceRequest:
+    if not (math.isfinite(arrival) and arrival >= 0):
+        raise ConfigError("--trace", f"{where}: arrival={arrival:g} must be a finite number of seconds, at least 0")
+    if num_prompt < 1 or num_output < 1:
+        raise ConfigError("--trace", f"{where}: prompt={num_prompt} and output={num_output} must be at least 1 token")
+    return TraceRequest(arrival, num_prompt, num_output)
