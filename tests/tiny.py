@@ -147,8 +147,24 @@ def chain(folder: Path, pieces: Sequence[bytes] = SCRIPT) -> Path:
 def as_gguf(folder: Path, file: Path, *, architecture: str = "llama", tokenizer_kind: str = "gpt2") -> Path:
     """The model of a ``random_llama`` folder as a GGUF file in float32: same weights, same tokens."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     writer = gguf.GGUFWriter(file, architecture)
+    describe(writer, folder, tokenizer_kind)
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+            num_heads = heads.get(name.split(".")[-2])
+            writer.add_tensor(gguf_name(name), tensor if num_heads is None else _interleaved(tensor, num_heads))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def describe(writer: gguf.GGUFWriter, folder: Path, tokenizer_kind: str) -> None:
+    """Metadata and tokenizer of a ``random_llama`` folder."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     writer.add_name(folder.name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -169,16 +185,6 @@ def as_gguf(folder: Path, file: Path, *, architecture: str = "llama", tokenizer_
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-            num_heads = heads.get(name.split(".")[-2])
-            writer.add_tensor(_gguf_name(name), tensor if num_heads is None else _interleaved(tensor, num_heads))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def text_ids(text: str) -> list[int]:
@@ -250,7 +256,8 @@ _GGUF_NAMES = {
 }  # fmt: skip
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """Of a tensor by its Hugging Face name."""
     name = name.removesuffix(".weight")
     if not name.startswith("model.layers."):
         return f"{_GGUF_NAMES[name]}.weight"

@@ -1,8 +1,18 @@
 """What is a checkpoint to its readers?"""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """How a tensor lies on disk."""
+
+    type_name: str
+    """In the file format's own words, such as BF16 or Q4_1."""
+    size_bytes: int
 
 
 class Checkpoint(ABC):
@@ -18,6 +28,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def describe(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor."""
+
+    @abstractmethod
+    def stored(self, name: str) -> StoredTensor:
+        """Of which type it is on disk, and how large."""
 
     @abstractmethod
     def where(self, name: str) -> str:

@@ -3,7 +3,6 @@
 import math
 import re
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -12,7 +11,8 @@ from torch import Tensor
 from ipc.errors import ConfigError
 from worker.gguf_file import GGUFTensor, read_gguf_file
 from worker.model_config import ModelConfig
-from worker.weights.checkpoint import Checkpoint
+from worker.weights.checkpoint import Checkpoint, StoredTensor
+from worker.weights.mapping import map_bytes
 
 FIELD = "MODEL"
 
@@ -41,7 +41,6 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: str, config: ModelConfig) -> None:
         try:
             file = read_gguf_file(path)
-            self.data = np.memmap(path, dtype=np.uint8, mode="c")
         except OSError as error:
             raise ConfigError(FIELD, f"cannot read {path}: {error.strerror}") from None
         self.path = path
@@ -57,19 +56,22 @@ class GGUFCheckpoint(Checkpoint):
     def describe(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
+    def stored(self, name: str) -> StoredTensor:
+        kind = GGMLQuantizationType(self.tensors[name].type_id)
+        return StoredTensor(type_name=kind.name, size_bytes=self._size_bytes(name))
+
     def where(self, name: str) -> str:
         return self.path
 
     def load(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        raw = self.data[tensor.offset : tensor.offset + self._size_bytes(name)]
-        dense = self._dense(raw, tensor, name).reshape(tensor.shape)
+        dense = self._dense(map_bytes(self.path, tensor.offset, self._size_bytes(name)), tensor, name).reshape(tensor.shape)
         match = _QUERY_OR_KEY.match(tensor.name)
         if match:
             return _rotary_halves(dense, self.config.num_heads if match[1] == "q" else self.config.num_kv_heads)
         return dense
 
-    def _dense(self, raw: np.ndarray, tensor: GGUFTensor, name: str) -> Tensor:
+    def _dense(self, raw: Tensor, tensor: GGUFTensor, name: str) -> Tensor:
         kind = GGMLQuantizationType(tensor.type_id)
         unquantized = {
             GGMLQuantizationType.F32: torch.float32,
@@ -77,9 +79,9 @@ class GGUFCheckpoint(Checkpoint):
             GGMLQuantizationType.BF16: torch.bfloat16,
         }
         if kind in unquantized:
-            return torch.from_numpy(raw).view(unquantized[kind])
+            return raw.view(unquantized[kind])
         try:
-            return torch.from_numpy(dequantize(raw.reshape(*tensor.shape[:-1], -1), kind))
+            return torch.from_numpy(dequantize(raw.numpy().reshape(*tensor.shape[:-1], -1), kind))
         except NotImplementedError:
             raise self._unknown_type(name, kind.name) from None
 
