@@ -268,6 +268,7 @@ class EngineCore:
         self._recorder.doing(Kind.ANSWER)
         for progress in progresses:
             self._report(progress)
+        self._gateway.send_updates()
 
     def _on_epoch_ready(self, event: EpochReady) -> None:
         config = self._config
@@ -396,6 +397,7 @@ class EngineCore:
             params=params,
             output_token_ids=message.output_token_ids.tolist(),
             priority=message.priority,
+            takes_updates=message.takes_updates,
             arrival_time=now,
             deadline=None if message.timeout_s is None else now + message.timeout_s,
             cache_key_parts=cache_key_parts,
@@ -430,6 +432,10 @@ class EngineCore:
     def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
         if finish_reason is not None:
             self._close(request)
+        elif request.takes_updates and request.is_introduced and not (progress.logprobs or progress.prompt_logprobs):
+            self._gateway.update(request, progress.new_token_ids)
+            return
+        request.is_introduced = True
         self._gateway.send(request.client, RequestOutput(
             core_id=self._core_id,
             request_id=request.request_id,

@@ -8,12 +8,12 @@ import logging
 import math
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
-from engine.request import ClientId
+from engine.request import ClientId, Request
 from ipc.channel import MAX_PER_TURN, open_socket, receive_now
 from ipc.codec import MAX_CLIENT_HEAD_BYTES, Frame, decode, encode, request_id_of
 from ipc.endpoints import DEFAULT_LISTEN
@@ -28,6 +28,7 @@ from ipc.messages import (
     RequestFailed,
     RequestOutput,
     TimelineReply,
+    TokenUpdates,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Gateway:
         self._context = context
         self._core_id = core_id
         self._lost: set[ClientId] = set()
+        self._updates: dict[ClientId, _Updates] = {}
         self._max_frame_bytes = max(1 << 20, 16 * max_prompt_tokens)
 
     def listen(self, addresses: Sequence[str]) -> None:
@@ -97,9 +99,29 @@ class Gateway:
                 except RequestError as error:
                     self.fail(client, request_id_of(rest), error)
 
-    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply | TimelineReply) -> None:
+    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply | TimelineReply | TokenUpdates) -> None:
         """Queue a message; a client that is gone or takes nothing is remembered as lost."""
         self.send_frames(client, encode(message))
+
+    def update(self, request: Request, new_token_ids: list[int]) -> None:
+        """Tell of tokens, together with others of the same step: at the next ``send_updates``."""
+        updates = self._updates.setdefault(request.client, _Updates())
+        updates.request_ids.append(request.request_id)
+        updates.counts.append(len(new_token_ids))
+        updates.token_ids += new_token_ids
+        updates.num_output_tokens.append(len(request.output_token_ids))
+
+    def send_updates(self) -> None:
+        """Queue what ``update`` collected, a message for each client. To be called before a request's next message."""
+        for client, updates in self._updates.items():
+            self.send(client, TokenUpdates(
+                core_id=self._core_id,
+                request_ids=tuple(updates.request_ids),
+                counts=updates.counts,
+                token_ids=updates.token_ids,
+                num_output_tokens=updates.num_output_tokens,
+            ))
+        self._updates.clear()
 
     def send_frames(self, client: ClientId, frames: list[Frame]) -> None:
         """The same for frames that many clients share: big ones are queued without a copy for each."""
@@ -146,6 +168,16 @@ class Gateway:
             raise ConfigError("--listen", f"{address} {reason}") from None
         self.sockets.append(router)
         self.addresses.append(router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+
+
+@dataclass(slots=True)
+class _Updates:
+    """Columns of one client's TokenUpdates."""
+
+    request_ids: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
 
 
 def check_request(message: AddRequest, info: ModelInfo) -> None:

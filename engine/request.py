@@ -58,6 +58,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
     arrival_time: float = 0.0
+    takes_updates: bool = False
+    """Whether its client reads TokenUpdates."""
     deadline: float | None = None
     """On the core's monotonic clock; a request that is not over by then ends with reason "timeout"."""
     cache_key_parts: tuple[tuple[int, bytes], ...] = ()
@@ -87,6 +89,8 @@ class Request:
     """Newest step of this life that names the row."""
     sampled_by_step: int = 0
     """Step that samples the newest token; 0 when workers are told that token with the request."""
+    is_introduced: bool = False
+    """The client has had a RequestOutput for it, from this core."""
     num_prompt_logprobs_told: int = 1
     """Prompt positions whose log probabilities the client has; the first position has none. Survives preemption."""
     has_started: bool = False

@@ -18,7 +18,9 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Outcome,
     Scalar,
+    ToldOutputs,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -35,7 +37,7 @@ from ipc.conversation import (
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply, TokenUpdates
 from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -219,6 +221,7 @@ class _AsyncConnection:
         self.lost: str | None = None
         self._hello = hello
         self._streams: dict[str, _Inbox] = {}
+        self._told = ToldOutputs()
         self._abandoned: dict[str, int] = {}
         self._questions: dict[int, asyncio.Future[ControlReply | TimelineReply]] = {}
         self._question_ids = itertools.count(1)
@@ -328,9 +331,18 @@ class _AsyncConnection:
             if question is not None and not question.done():
                 question.set_result(answer)
         else:
-            self._deliver(answer)
+            self._read_outputs(answer)
 
-    def _deliver(self, answer: RequestOutput | RequestFailed) -> None:
+    def _read_outputs(self, answer: Outcome | TokenUpdates) -> None:
+        try:
+            outcomes = self._told.expand(answer)
+        except ProtocolError as error:
+            log.warning("dropped a message from the core at %s: %s", self.address, error)
+            return
+        for outcome in outcomes:
+            self._deliver(outcome)
+
+    def _deliver(self, answer: Outcome) -> None:
         request_id = answer.request_id
         if request_id in self._abandoned:
             if is_final(answer):

@@ -22,7 +22,9 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Outcome,
     Scalar,
+    ToldOutputs,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -39,7 +41,7 @@ from ipc.conversation import (
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply, TokenUpdates
 from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -200,6 +202,7 @@ class _Connection:
         # From here on the IO thread's own:
         self._model: ModelInfo | None = None
         self._streams: dict[str, _Inbox] = {}
+        self._told = ToldOutputs()
         self._abandoned: dict[str, int] = {}
         self._questions: dict[int, _Inbox] = {}
         self._unsent: deque[list[Frame]] = deque()
@@ -335,9 +338,18 @@ class _Connection:
                 if (asker := self._questions.pop(answer.control_id, None)) is not None:
                     asker.put(answer)
             else:
-                self._deliver(answer)
+                self._read_outputs(answer)
 
-    def _deliver(self, answer: RequestOutput | RequestFailed) -> None:
+    def _read_outputs(self, answer: Outcome | TokenUpdates) -> None:
+        try:
+            outcomes = self._told.expand(answer)
+        except ProtocolError as error:
+            log.warning("dropped a message from the core at %s: %s", self.address, error)
+            return
+        for outcome in outcomes:
+            self._deliver(outcome)
+
+    def _deliver(self, answer: Outcome) -> None:
         request_id = answer.request_id
         if request_id in self._abandoned:
             if is_final(answer):

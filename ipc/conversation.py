@@ -2,8 +2,8 @@
 
 import math
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ipc.messages import (
     RequestFailed,
     RequestOutput,
     TimelineReply,
+    TokenUpdates,
 )
 from ipc.params import MAX_TOKEN_ID, SamplingParams
 
@@ -44,8 +45,9 @@ MAX_FRAME_BYTES = 1 << 29
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 Scalar = int | float | str | bool
-Answer = ModelInfo | RequestOutput | RequestFailed | ControlReply | TimelineReply
-_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, ControlReply, TimelineReply)
+Outcome = RequestOutput | RequestFailed
+Answer = ModelInfo | Outcome | TokenUpdates | ControlReply | TimelineReply
+_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, TokenUpdates, ControlReply, TimelineReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,36 @@ class Failure:
     """A final item of a stream: the error that its reader is to raise."""
 
     error: RequestError | PeerLost
+
+
+class ToldOutputs:
+    """What the core told last of each open request: its updates say only what is new."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, RequestOutput] = {}
+
+    def expand(self, answer: Outcome | TokenUpdates) -> list[Outcome]:
+        """The same as one message per request. Raises ProtocolError for columns that don't fit each other."""
+        if isinstance(answer, TokenUpdates):
+            return list(self._outputs_of(answer))
+        if is_final(answer):
+            self._latest.pop(answer.request_id, None)
+        else:
+            assert isinstance(answer, RequestOutput)
+            self._latest[answer.request_id] = answer
+        return [answer]
+
+    def _outputs_of(self, updates: TokenUpdates) -> Iterator[RequestOutput]:
+        counts, totals, token_ids = updates.counts, updates.num_output_tokens, updates.token_ids
+        if not len(updates.request_ids) == len(counts) == len(totals) or min(counts, default=0) < 0 or sum(counts) != len(token_ids):
+            raise ProtocolError("TokenUpdates", "has columns that don't fit each other")
+        end = 0
+        for request_id, count, total in zip(updates.request_ids, counts, totals, strict=True):
+            start, end = end, end + count
+            if (latest := self._latest.get(request_id)) is not None:
+                yield replace(
+                    latest, new_token_ids=token_ids[start:end], num_output_tokens=total, logprobs=None, prompt_logprobs=None
+                )
 
 
 def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
@@ -95,7 +127,7 @@ def add_request_frames(
         raise RequestError(f"timeout_s={timeout_s!r} must be a number of seconds above 0", field="timeout_s")
     return encode(AddRequest(
         request_id=request_id, prompt_token_ids=_id_buffer(token_ids), params=params, priority=priority,
-        timeout_s=None if timeout_s is None else float(timeout_s),
+        timeout_s=None if timeout_s is None else float(timeout_s), takes_updates=True,
     ))
 
 
@@ -155,7 +187,7 @@ def timeline_of(reply: ControlReply | TimelineReply) -> TimelineReply:
     return reply
 
 
-def is_final(answer: RequestOutput | RequestFailed) -> bool:
+def is_final(answer: Outcome) -> bool:
     return isinstance(answer, RequestFailed) or answer.finish_reason is not None
 
 

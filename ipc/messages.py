@@ -387,6 +387,8 @@ class AddRequest:
     """With ``--scheduling-policy priority``: the lowest number runs first."""
     timeout_s: float | None = None
     """Seconds from its arrival at the core, after which the request ends with reason "timeout" and what it has."""
+    takes_updates: bool = False
+    """Whether the client reads TokenUpdates."""
 
 
 @message(tag=34)
@@ -461,6 +463,24 @@ class RequestOutput:
     prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: U32 = 0
     """Of the prompt, those that the prefix cache had when the request first ran."""
+
+
+@message(tag=53)
+class TokenUpdates:
+    """core -> client: what one step brought several requests that go on; a RequestOutput for each would cost ten times more.
+
+    For requests that take updates, behind their first RequestOutput and before their last. What isn't told here is as it
+    was told before.
+    """
+
+    core_id: U64
+    request_ids: tuple[RequestId, ...]
+    counts: Ints
+    """New tokens of each."""
+    token_ids: Ints
+    """Those of the first request, then of the second, and so on."""
+    num_output_tokens: Ints
+    """All so far of each, those of this message included."""
 
 
 @message(tag=50)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from engine.config import CoreConfig, ModelFiles, pack_start
 from engine.scheduler import SchedulerConfig
 from ipc.channel import open_socket, receive_within
 from ipc.codec import decode, encode
+from ipc.conversation import ToldOutputs
 from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError, PeerLost
 from ipc.messages import (
@@ -30,6 +32,7 @@ from ipc.messages import (
     ModelRunnerOutput,
     RequestFailed,
     RequestOutput,
+    TokenUpdates,
     WorkerFailed,
 )
 from ipc.params import SamplingParams
@@ -180,6 +183,27 @@ def test_a_request_gets_its_tokens_and_one_ending(tmp_path: Path) -> None:
         stats = client.stats()
         assert stats["requests_running"] == 0 and stats["kv_blocks_free"] == stats["kv_blocks_total"] == 64
         assert stats["generation_tokens_total"] == 16 and stats["stage_0_resident_bytes"] == 1234
+        group.stop()
+
+
+def test_clients_that_take_updates_get_one_message_a_step(tmp_path: Path) -> None:
+    with running_core(tmp_path) as engine:
+        group, client = engine.group(), engine.client()
+        client.attach()
+        names = ("a", "b", "c")
+        for name in names:
+            client.ask(replace(add(name, [1, 2, 3]), takes_updates=True))
+        told, answers, open_names, num_updates = ToldOutputs(), {name: [] for name in names}, set(names), 0
+        while open_names:
+            message = decode(receive_within(client.socket, DEADLINE_S, "the core"), (RequestOutput, TokenUpdates))
+            num_updates += isinstance(message, TokenUpdates)
+            for output in told.expand(message):
+                answers[output.request_id] += output.new_token_ids
+                assert output.num_output_tokens == len(answers[output.request_id]) and output.seed == 3
+                if output.finish_reason:
+                    open_names.remove(output.request_id)
+        assert all(answer == answer_to([1, 2, 3], 8) for answer in answers.values())
+        assert 6 <= num_updates <= 18  # between the first and the last token of each, by how many rode together
         group.stop()
 
 

@@ -16,7 +16,7 @@ from ipc.aclient import AsyncTokenClient
 from ipc.client import TokenClient
 from ipc.codec import encode
 from ipc.errors import PeerLost, RequestError
-from ipc.messages import AbortRequest, AddRequest, Attach, Control, ControlReply, RequestOutput
+from ipc.messages import AbortRequest, AddRequest, Attach, Control, ControlReply, RequestOutput, TokenUpdates
 from ipc.params import SamplingParams
 from tests.fake_core import CORE_ID, DEADLINE_S, FakeCore, model_info, say, stay_silent
 
@@ -183,6 +183,51 @@ def test_outputs_come_in_order_and_end_with_the_finish_reason() -> None:
         assert (request.request_id, request.prompt_token_ids.tolist(), request.params, request.priority) == (
             "mine", [1, 2], SamplingParams(top_k=3), -2,
         )  # fmt: skip
+
+
+def updating(core: FakeCore, client: bytes, request: AddRequest) -> None:
+    """A first output, two tokens as updates beside those of a request that nobody knows, and a last output."""
+    assert request.takes_updates
+    request_id = request.request_id
+    core.output(client, request_id, [5], num_output_tokens=1, seed=9, num_prompt_tokens=2, num_cached_tokens=1)
+    core.send(client, TokenUpdates(
+        core_id=CORE_ID, request_ids=("stranger", request_id), counts=[1, 2], token_ids=[99, 6, 7], num_output_tokens=[4, 3]
+    ))
+    core.output(client, request_id, [8], num_output_tokens=4, seed=9, finish_reason="length")
+
+
+def check_updated(outputs: list[RequestOutput]) -> None:
+    assert [output.new_token_ids for output in outputs] == [[5], [6, 7], [8]]
+    middle = outputs[1]
+    assert (middle.num_output_tokens, middle.seed, middle.num_prompt_tokens, middle.num_cached_tokens) == (3, 9, 2, 1)
+    assert middle.finish_reason is None
+
+
+def test_updates_become_outputs_with_what_was_told_before() -> None:
+    with FakeCore(reply=updating) as core, TokenClient(core.address) as client:
+        check_updated(list(client.generate([1, 2])))
+
+    async def go() -> None:
+        with FakeCore(reply=updating) as core:
+            async with AsyncTokenClient(core.address) as client:
+                check_updated([output async for output in client.generate([1, 2])])
+
+    run(go())
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 2], [1, -1], [3, 0]])
+def test_updates_whose_columns_contradict_each_other_are_dropped(counts: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    def reply(core: FakeCore, client: bytes, request: AddRequest) -> None:
+        request_id = request.request_id
+        core.output(client, request_id, [5], num_output_tokens=1)
+        core.send(client, TokenUpdates(
+            core_id=CORE_ID, request_ids=(request_id, "s"), counts=counts, token_ids=[6, 7], num_output_tokens=[2, 2]
+        ))
+        core.output(client, request_id, [8], num_output_tokens=2, finish_reason="length")
+
+    with FakeCore(reply=reply) as core, TokenClient(core.address) as client:
+        assert tokens_of(list(client.generate([1, 2]))) == [5, 8]
+    assert "TokenUpdates" in caplog.text
 
 
 def test_many_streams_from_many_threads_are_never_mixed() -> None:
