@@ -7,6 +7,7 @@ import numpy as np
 from ipc.errors import ProtocolError
 from ipc.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from ipc.params import SamplingParams
+from ipc.spans import Kind
 from worker.clock import LINK, TOKENS, StageClock
 from worker.links.link import Receiver, Sender
 from worker.model_runner import ModelRunner
@@ -67,6 +68,7 @@ class Stage:
         if plan.step_id != self._last_step + 1:
             raise ProtocolError("SchedulerOutput.step_id", f"is {plan.step_id} after step {self._last_step}")
         self._last_step = plan.step_id
+        self._clock.doing(Kind.PREPARE, plan.step_id)
         self.post_receives([plan])
         batch = self._runner.prepare(plan)
         if self._token_inbox is not None and plan.step_id > 0:
@@ -74,18 +76,20 @@ class Stage:
         received = None
         if self._receiver is not None and batch.num_tokens:
             self.post_receives(upcoming)
-            with self._clock.waiting(LINK):
-                received = self._receiver.wait(plan.step_id)[0]
+            self._clock.doing(LINK)
+            received = self._receiver.wait(plan.step_id)[0]
+        self._clock.doing(Kind.FORWARD)
         result = self._runner.execute_model(batch, received)
         if self._topology.is_last:
+            self._clock.doing(Kind.SAMPLE)
             output = self._runner.sample_tokens(batch, result)
+            self._clock.doing(Kind.RETURN)
             self._return_tokens(output)
             return output
         assert self._sender is not None
         if batch.num_tokens:
-            # Includes a wait for the send before the last one; a neighbour that keeps up makes it none.
-            with self._clock.waiting(LINK):
-                self._sender.send(plan.step_id, [result.hidden])
+            self._clock.doing(Kind.SEND)
+            self._sender.send(plan.step_id, [result.hidden])
         return None
 
     def warm_up(self, max_model_len: int, block_size: int) -> None:
@@ -125,17 +129,21 @@ class Stage:
     def _take_tokens(self, inbox: TokenInbox, step_id: int) -> None:
         with self._clock.waiting(TOKENS):
             inbox.take_until(
-                step_id, self._runner.accept_tokens, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
+                step_id, self._accept, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
             )
 
     def _return_tokens(self, output: ModelRunnerOutput) -> None:
         if self._topology.is_first:
-            self._runner.accept_tokens(output.step_id, output.rows, output.token_ids)
+            self._accept(output.step_id, output.rows, output.token_ids)
         else:
             assert self._token_outbox is not None
             self._token_outbox.send(
                 output.step_id, output.rows, output.token_ids, output.counts, timeout_s=self._timeout_s
             )
+
+    def _accept(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+        with self._clock.during(Kind.ACCEPT, step_id):
+            self._runner.accept_tokens(step_id, rows, token_ids)
 
     def _num_tokens(self, plan: SchedulerOutput) -> int:
         num_tokens = sum(plan.num_scheduled_tokens)
