@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ipc.logs import LEVELS
+from worker.settings import TRANSPORTS
 
 MAX_BYTES = 1 << 60
 MAX_COUNT = (1 << 31) - 1
@@ -96,8 +97,12 @@ SERVE_OPTIONS = (
             help="Ranks that share a stage; only 1 works for now."),
     _option(_PIPELINE, "--pipeline-partition", default="auto", metavar="auto|even|N,N,…",
             help="Layers per stage; auto measures what layers, embedding and head cost here."),
+    _option(_PIPELINE, "--transport", type=click.Choice(TRANSPORTS), default="auto",
+            help="What carries activations between stages; auto takes gloo on CPUs, nccl where each rank has a GPU of its "
+            "own, else staged, through the hosts' memory."),
     _option(_MODEL, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-            help="Where stages compute; auto takes the GPU of the local rank if there is one."),
+            help="Where stages compute; auto takes a GPU if this host has one. Ranks beyond the number of "
+            "GPUs share them."),
     _option(_MODEL, "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
             help="Type of weights, activations and KV cache; auto takes the checkpoint's."),
     _option(_MODEL, "--max-model-len", type=click.IntRange(2, MAX_COUNT), default=None,

@@ -100,6 +100,7 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
         kv_cache_memory=options["kv_cache_memory"],
         attention_backend=options["attention_backend"],
         num_threads=threads_set_by_user(agent_pid),
+        transport=options["transport"],
         link_timeout_s=options["link_timeout"],
         health_timeout_s=options["health_timeout"],
         log_level=options["log_level"],

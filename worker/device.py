@@ -1,32 +1,43 @@
 """Where, with which numbers and with how many threads does this rank compute?"""
 
+import logging
 import os
 
 import torch
 
 from ipc.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_device(name: str, local_rank: int) -> torch.device:
-    """``auto`` takes the local rank's GPU if there is one, else the CPU. Raises ConfigError for an absent device."""
+    """``auto`` takes a GPU if this host has one, else the CPU. Raises ConfigError for an absent device.
+
+    Ranks beyond the number of GPUs share them in turn.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("--device", f"{name!r:.80} must be auto, cpu or cuda")
     if name == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if local_rank < num_gpus:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
-    if name == "cuda":
-        found = f"{num_gpus} CUDA devices" if num_gpus else "no CUDA device"
-        raise ConfigError(
-            "--device", f"cuda: local rank {local_rank} needs device {local_rank}, this machine has {found}; "
-            "start fewer ranks here, or use --device cpu"
-        )
-    return torch.device("cpu")
+    if not num_gpus:
+        if name == "cuda":
+            raise ConfigError("--device", "cuda: this machine has no CUDA device that torch can use; use --device cpu")
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % num_gpus)
+    if local_rank >= num_gpus:
+        logger.info("local rank %d shares %s: there are more ranks than GPUs (%d) here", local_rank, device, num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_identity(device: torch.device) -> str:
+    """Equal on two ranks of one host exactly if they share the device, whatever number each of them knows it by."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device.type}:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:

@@ -1,9 +1,13 @@
-"""How much memory may this rank still use?"""
+"""How much memory may this rank still use, and what does it say when there is too little?"""
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from ipc.errors import ConfigError
 
 PAGE_BYTES = resource.getpagesize()
 
@@ -27,6 +31,19 @@ def free_host_memory(root: Path = Path("/")) -> int:
 def resident_bytes(root: Path = Path("/")) -> int:
     """Physical memory of this process."""
     return _statm(root)[1] * PAGE_BYTES
+
+
+@contextmanager
+def memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into a ConfigError."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text
+        if not is_memory:
+            raise
+        raise ConfigError(field, f"no memory for {what} ({text}); {remedy}") from None
 
 
 def _available(root: Path) -> int:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from ipc.errors import ConfigError
 from worker.model_config import ModelConfig
 
+TRANSPORTS = ("auto", "gloo", "staged", "nccl")
+"""What may carry activations between stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
@@ -51,6 +54,9 @@ class WorkerSettings:
     num_threads: int | None = None
     """Threads for computing; None: this rank's share of the cores."""
 
+    transport: str = "auto"
+    """One of TRANSPORTS; the same on every rank."""
+
     link_timeout_s: float = 60.0
     """Longest wait for a neighbour inside a step."""
 
@@ -72,6 +78,8 @@ class WorkerSettings:
             raise ConfigError("rank", f"must be between 0 and {self.world_size - 1}, got {self.rank}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError("num_threads", f"must be at least 1, got {self.num_threads}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError("--transport", f"{self.transport!r:.80} must be one of {', '.join(TRANSPORTS)}")
         for name in ("link_timeout_s", "health_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be above 0, got {getattr(self, name)}")

@@ -1,38 +1,25 @@
-"""How does a rank get its weights, its cache and its connections?"""
+"""How does a rank get its weights and its cache?"""
 
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from ipc.errors import ConfigError, PeerLost
-from ipc.messages import EpochStart, KVCacheConfig
+from ipc.errors import ConfigError
+from ipc.messages import KVCacheConfig
 from worker.attention import AttentionBackend, select_backend
+from worker.auto_partition import agree_on_split
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
-from worker.links.gloo import (
-    NUM_RECEIVE_BUFFERS,
-    NUM_SEND_BUFFERS,
-    GlooReceiver,
-    GlooSender,
-    Group,
-    connect_group,
-)
-from worker.links.link import HopBuffer
-from worker.memory import free_host_memory
+from worker.epoch_store import EpochStore
+from worker.memory import memory_for
 from worker.models import StageModel, build_stage, check_weights, load_weights
-from worker.partition import split_layers
 from worker.progress import Progress
 from worker.settings import WorkerSettings
-from worker.shortage import shortage
 from worker.topology import Topology
 from worker.weights import open_checkpoint
 
@@ -61,32 +48,18 @@ class LoadedStage:
         return len(self.layers) * math.prod(self.cache_shape_of_block) * self.dtype.itemsize
 
 
-def connect_epoch(settings: WorkerSettings, start: EpochStart) -> Group:
-    """Connect all ranks, on a store that no other epoch uses. Raises PeerLost, and ConfigError as ``connect_group``."""
-    try:
-        if settings.agent_store is None:
-            store: FileStore | PrefixStore = FileStore(start.store, settings.world_size)
-        else:
-            host, port = settings.agent_store
-            timeout = timedelta(seconds=settings.link_timeout_s)
-            store = PrefixStore(start.store, TCPStore(host, port, is_master=False, timeout=timeout))
-    except RuntimeError as error:
-        if (limit := shortage(error)) is not None:
-            raise limit from None
-        raise PeerLost(f"rank {settings.rank}: the store of epoch {start.epoch} can't be reached: {error}") from None
-    return connect_group(
-        store,
-        rank=settings.rank,
-        world_size=settings.world_size,
-        host=settings.advertise_host,
-        timeout_s=settings.link_timeout_s,
-    )
+def load_stage(
+    settings: WorkerSettings, topology: Topology, *, store: EpochStore | None = None, ranks_on_host: int = 1
+) -> LoadedStage:
+    """Build this rank's layers and read their weights.
 
+    ``store``: where the ranks agree on a split that has to be measured; without one it is even.
 
-def load_stage(settings: WorkerSettings, topology: Topology, *, ranks_on_host: int = 1) -> LoadedStage:
-    """Build this rank's layers and read their weights. Raises ConfigError for all that no restart can cure."""
+    Raises:
+        ConfigError: for all that no restart can cure.
+        PeerLost: the other ranks did not take part in time.
+    """
     config = settings.config
-    layers = split_layers(config.num_layers, topology.num_stages, settings.partition)[topology.stage]
     device = resolve_device(settings.device, settings.local_rank)
     dtype = resolve_dtype(settings.dtype, config.dtype, device)
     num_threads = choose_num_threads(settings.num_threads, max(ranks_on_host, settings.local_world_size))
@@ -98,6 +71,7 @@ def load_stage(settings: WorkerSettings, topology: Topology, *, ranks_on_host: i
         head_size=config.head_size,
         block_size=settings.block_size,
     )
+    layers = agree_on_split(settings, store, device=device, dtype=dtype, backend=backend)[topology.stage]
     started = time.monotonic()
     with memory_for("MODEL", "the weights of this stage", "use more stages, a smaller --dtype or a smaller model"):
         checkpoint = open_checkpoint(settings.model, config)
@@ -148,48 +122,9 @@ def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig)
         return [_zeros(shape, stage.dtype, stage.device) for _ in stage.layers]
 
 
-def make_links(
-    settings: WorkerSettings, topology: Topology, stage: LoadedStage, group: Group, epoch: int
-) -> tuple[GlooReceiver | None, GlooSender | None]:
-    """Both ends of this stage's hops, as far as it has them. Raises ConfigError when their buffers don't fit."""
-    boundary, max_tokens = stage.model.boundary(), settings.max_num_batched_tokens
-    num_buffers = NUM_RECEIVE_BUFFERS * (not topology.is_first) + NUM_SEND_BUFFERS * (not topology.is_last)
-    receiver = sender = None
-    with memory_for("--max-num-batched-tokens", f"hops of {max_tokens} tokens between stages", "give fewer"):
-        # The buffers are touched when they are made, and the system would rather end a process than refuse memory.
-        needed, free = num_buffers * HopBuffer.size_of(boundary, max_tokens), free_host_memory()
-        if needed > free:
-            raise MemoryError(f"they take {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
-        rank, timeout_s, is_pinned = topology.rank, settings.link_timeout_s, stage.device.type == "cuda"
-        if topology.previous_rank is not None:
-            receiver = GlooReceiver(
-                group, boundary, rank=rank, peer=topology.previous_rank, epoch=epoch, max_tokens=max_tokens,
-                timeout_s=timeout_s, pinned=is_pinned,
-            )  # fmt: skip
-        if topology.next_rank is not None:
-            sender = GlooSender(
-                group, boundary, rank=rank, peer=topology.next_rank, epoch=epoch, max_tokens=max_tokens,
-                timeout_s=timeout_s, pinned=is_pinned,
-            )  # fmt: skip
-    return receiver, sender
-
-
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # The system hands out zeroed pages as they are first used: touching gigabytes at start took 10 s on a small virtual
     # machine, and the ledger reuses warm blocks first. The pool takes a share of free memory that leaves room for them.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-@contextmanager
-def memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation into a ConfigError."""
-    try:
-        yield
-    except (MemoryError, OSError, RuntimeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text
-        if not is_memory:
-            raise
-        raise ConfigError(field, f"no memory for {what} ({text}); {remedy}") from None

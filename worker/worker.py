@@ -27,13 +27,16 @@ from ipc.messages import (
 )
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread, Item
+from worker.device import device_identity
+from worker.epoch_store import EpochStore, open_store
 from worker.lifeline import die_with_parent
-from worker.memory import free_memory
+from worker.links.opening import Links, open_links
+from worker.memory import free_memory, memory_for
 from worker.model_runner import ModelRunner
 from worker.settings import WorkerSettings
 from worker.shortage import shortage
 from worker.stage import Stage
-from worker.startup import LoadedStage, connect_epoch, load_stage, make_caches, make_links, memory_for
+from worker.startup import LoadedStage, load_stage, make_caches
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 
@@ -189,9 +192,10 @@ class Worker:
         """Until the core says Shutdown. Raises ConfigError, PeerLost, ProtocolError."""
         try:
             start = self._next(EpochStart)
-            loaded = load_stage(self._settings, self._topology, ranks_on_host=start.ranks_on_host)
+            store = open_store(self._settings, start) if self._topology.num_stages > 1 else None
+            loaded = load_stage(self._settings, self._topology, store=store, ranks_on_host=start.ranks_on_host)
             self._report_loaded(start, loaded)
-            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded)
+            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, store)
         except _ShutdownRequested:
             return
         try:
@@ -219,13 +223,15 @@ class Worker:
             groups=(KVCacheGroup(kind="full", layers=list(loaded.layers)),),
             bytes_per_block=loaded.bytes_per_block,
             free_bytes=free_memory(loaded.device),
-            device=str(loaded.device),
+            device=device_identity(loaded.device),
             weight_bytes=loaded.weight_bytes,
             load_s=loaded.load_s,
             num_threads=loaded.num_threads,
         ))
 
-    def _initialize_from_config(self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage) -> Stage:
+    def _initialize_from_config(
+        self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage, store: EpochStore | None
+    ) -> Stage:
         """Make the cache tensors and the links, use everything once, and report ready."""
         settings, started = self._settings, time.monotonic()
         caches = make_caches(settings, loaded, kv)
@@ -243,7 +249,7 @@ class Worker:
                 max_model_len=kv.max_model_len,
                 block_size=kv.block_size,
             )
-        stage = self._connect(runner, start, loaded)
+        stage = self._connect(runner, start, loaded, store)
         stage.warm_up(kv.max_model_len, kv.block_size)
         kv_bytes = sum(cache.nbytes for cache in caches)
         warmup_s = time.monotonic() - started
@@ -254,12 +260,13 @@ class Worker:
         self.is_ready = True
         return stage
 
-    def _connect(self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage) -> Stage:
+    def _connect(
+        self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage, store: EpochStore | None
+    ) -> Stage:
         settings, topology = self._settings, self._topology
-        receiver = sender = token_outbox = None
-        if topology.num_stages > 1:
-            group = connect_epoch(settings, start)
-            receiver, sender = make_links(settings, topology, loaded, group, start.epoch)
+        links, token_outbox = Links(receiver=None, sender=None), None
+        if store is not None:
+            links = open_links(settings, topology, loaded.model.boundary(), loaded.device, store, start.epoch)
             if topology.is_last:
                 token_outbox = TokenOutbox(self._context, address=start.token_address, epoch=start.epoch)
             if self._token_inbox is not None:
@@ -268,8 +275,8 @@ class Worker:
             topology,
             runner,
             self._clock,
-            receiver=receiver,
-            sender=sender,
+            receiver=links.receiver,
+            sender=links.sender,
             token_inbox=self._token_inbox,
             token_outbox=token_outbox,
             max_tokens=settings.max_num_batched_tokens,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -48,6 +49,8 @@ class FakeCore:
         self.identities: dict[int, bytes] = {}
         self.hellos: dict[int, WorkerHello] = {}
         self.reports: dict[int, StageReport] = {}
+        self.settings_of_rank: dict[int, dict] = {}
+        """What single ranks are told differently."""
         self.answers_reports = True
         self._seen: list[tuple[int | None, object]] = []
 
@@ -60,7 +63,8 @@ class FakeCore:
                 "max_num_batched_tokens": 512, "block_size": 16, "num_threads": 1, "link_timeout_s": 20.0,
                 "health_timeout_s": 20.0,
             }  # fmt: skip
-            command = [sys.executable, "-m", "tests.worker.rank_main", json.dumps(values | self.settings)]
+            own = values | self.settings | self.settings_of_rank.get(rank, {})
+            command = [sys.executable, "-m", "tests.worker.rank_main", json.dumps(own)]
             self.ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
 
     def send(self, rank: int, message: object) -> None:
@@ -118,11 +122,19 @@ class FakeCore:
 
     def configure(self, num_blocks: int = 64, max_model_len: int = 512) -> dict[int, WorkerLoaded]:
         loaded = {rank: self.expect(WorkerLoaded, rank) for rank in range(self.num_ranks)}
-        self.broadcast(KVCacheConfig(
+        self.broadcast(self.kv_config(num_blocks, max_model_len))
+        return loaded
+
+    def expect_loaded_and_configure(self, rank: int, epoch: int) -> None:
+        """As ``configure`` for one rank alone."""
+        self.expect(WorkerLoaded, rank)
+        self.send(rank, replace(self.kv_config(), epoch=epoch))
+
+    def kv_config(self, num_blocks: int = 64, max_model_len: int = 512) -> KVCacheConfig:
+        return KVCacheConfig(
             core_id=CORE_ID, epoch=EPOCH, num_blocks=num_blocks, block_size=16, max_model_len=max_model_len,
             groups=(KVCacheGroup(kind="full", layers=list(range(NUM_LAYERS))),),
-        ))  # fmt: skip
-        return loaded
+        )  # fmt: skip
 
     def become_ready(self, core_pid: int = 0) -> None:
         self.begin(core_pid)

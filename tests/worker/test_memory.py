@@ -1,13 +1,15 @@
 """Free memory as a rank sees it, and where, with what and with how many threads it computes."""
 
+import logging
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ipc.errors import ConfigError
-from worker.device import choose_num_threads, resolve_device, resolve_dtype
+from worker.device import choose_num_threads, device_identity, resolve_device, resolve_dtype
 from worker.memory import free_host_memory, free_memory, resident_bytes
 
 GB = 1 << 30
@@ -91,20 +93,31 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto", 1) == torch.device("cpu")
     assert resolve_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="--device: cuda: local rank 1 needs device 1, this machine has no CUDA device"):
+    with pytest.raises(ConfigError, match="--device: cuda: this machine has no CUDA device"):
         resolve_device("cuda", 1)
     with pytest.raises(ConfigError, match="'tpu' must be auto, cpu or cuda"):
         resolve_device("tpu", 0)
 
 
-def test_fewer_gpus_than_ranks(monkeypatch):
+def test_fewer_gpus_than_ranks(monkeypatch, caplog):
+    """Ranks share them in turn, and say so."""
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert resolve_device("auto", 1) == torch.device("cuda", 1)
-    assert resolve_device("auto", 2) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="local rank 2 needs device 2, this machine has 2 CUDA devices"):
-        resolve_device("cuda", 2)
+    assert caplog.messages == []
+    for name in ("auto", "cuda"):
+        assert [resolve_device(name, rank).index for rank in (2, 3, 4)] == [0, 1, 0]
+    assert caplog.messages[0] == "local rank 2 shares cuda:0: there are more ranks than GPUs (2) here"
+    assert resolve_device("cpu", 2) == torch.device("cpu")
+
+
+def test_a_device_is_known_by_what_does_not_depend_on_its_number(monkeypatch):
+    """CUDA_VISIBLE_DEVICES may give one GPU different numbers in two ranks."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1f-2e"))
+    assert device_identity(torch.device("cuda", 3)) == "cuda:1f-2e"
+    assert device_identity(torch.device("cpu")) == "cpu"
 
 
 def test_dtypes():

@@ -16,12 +16,14 @@ from torch.distributed import FileStore, ProcessGroupGloo
 from ipc.errors import ConfigError, PeerLost
 from tests.worker.stages import load_stage as build_and_load
 from worker import startup
+from worker.links import opening
 from worker.links.gloo import connect_group
+from worker.links.opening import GlooTransport, StagedTransport, make_links
 from worker.model_config import read_model_config
 from worker.models import BoundaryTensor, check_weights
 from worker.settings import WorkerSettings
 from worker.shortage import shortage
-from worker.startup import LoadedStage, load_stage, make_links
+from worker.startup import load_stage
 from worker.topology import Topology
 from worker.worker import MAX_FRAMES, _run
 
@@ -148,32 +150,33 @@ def test_a_rank_that_can_not_start_its_thread_says_so_in_one_line(checkpoints: A
 # -------------------------------------------------------------------------------------------------------- memory
 
 
-def stage_of_width(width: int) -> LoadedStage:
-    class Model:
-        def boundary(self) -> tuple[BoundaryTensor, ...]:
-            return (BoundaryTensor(name="hidden", width=width, dtype=torch.float32),)
-
-    return LoadedStage(
-        model=Model(), backend=None, layers=range(1), device=torch.device("cpu"), dtype=torch.float32,  # type: ignore[arg-type]
-        cache_shape_of_block=(1,), weight_bytes=0, load_s=0.0, num_threads=1,
-    )  # fmt: skip
+def boundary_of_width(width: int) -> tuple[BoundaryTensor, ...]:
+    return (BoundaryTensor(name="hidden", width=width, dtype=torch.float32),)
 
 
+def transports() -> list[Any]:
+    return [GlooTransport(None), StagedTransport(None, torch.device("cpu"))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", transports(), ids=["gloo", "staged"])
 @pytest.mark.parametrize("max_tokens", [1 << 28, 1 << 62])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_hops_that_do_not_fit_name_the_option(checkpoints: Any, rank: int, max_tokens: int) -> None:
-    settings = settings_for(checkpoints.fx_r, max_num_batched_tokens=max_tokens)
+def test_hops_that_do_not_fit_name_the_option(checkpoints: Any, rank: int, max_tokens: int, transport: Any) -> None:
+    settings, topology = settings_for(checkpoints.fx_r, max_num_batched_tokens=max_tokens), Topology(rank=rank, num_stages=3)
     with pytest.raises(ConfigError, match=f"^--max-num-batched-tokens: no memory for hops of {max_tokens} tokens") as caught:
-        make_links(settings, Topology(rank=rank, num_stages=3), stage_of_width(1 << 16), None, 0)  # type: ignore[arg-type]
+        make_links(settings, topology, boundary_of_width(1 << 16), transport, 0)
     assert "MB are free); give fewer" in str(caught.value)
 
 
-def test_hops_that_torch_has_no_memory_for_name_the_option(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", transports(), ids=["gloo", "staged"])
+def test_hops_that_torch_has_no_memory_for_name_the_option(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, transport: Any
+) -> None:
     """What seemed free may be gone when it is taken."""
-    monkeypatch.setattr(startup, "free_host_memory", lambda: 1 << 80)
+    monkeypatch.setattr(opening, "free_host_memory", lambda: 1 << 80)
     settings = settings_for(checkpoints.fx_r, max_num_batched_tokens=1 << 40)
     with pytest.raises(ConfigError, match="^--max-num-batched-tokens: no memory for hops"):
-        make_links(settings, Topology(rank=0, num_stages=2), stage_of_width(1 << 6), None, 0)  # type: ignore[arg-type]
+        make_links(settings, Topology(rank=0, num_stages=2), boundary_of_width(1 << 6), transport, 0)
 
 
 def changed_config(source: Path, target: Path, **changes: Any) -> Path:

@@ -80,7 +80,7 @@ def test_from_hello_to_shutdown(core_for, checkpoints, num_ranks):
         assert code == 0, stderr
         lines = stderr.splitlines()
         assert all(f"brigade rank {rank}: " in line for line in lines), stderr
-        assert len(lines) <= 5, stderr
+        assert len(lines) <= 6, stderr
         assert f"stage {rank} of {num_ranks}: layers" in stderr
     assert sorted(path.name for path in core.run_dir.glob("tokens*")) == []
 

@@ -5,7 +5,8 @@ shapes from the step's plan, so nothing about them travels; the trailer proves t
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,29 +25,70 @@ _ALIGNMENT = 16
 Boundary = tuple[BoundaryTensor, ...]
 
 
+def host_bytes(size_bytes: int) -> Tensor:
+    """Zeroed memory of the host."""
+    return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """What both ends of a hop agree on, as one of them sees it."""
+
+    boundary: Boundary
+    rank: int
+    peer: int
+    epoch: int
+    max_tokens: int
+    timeout_s: float
+    """Longest wait for the peer; the epoch ends behind it."""
+
+    def sending_failed(self, step_id: int, reason: str) -> PeerLost:
+        """To be raised when a step did not reach the peer."""
+        return PeerLost(f"rank {self.rank}, step {step_id}: sending to rank {self.peer} failed: {reason}")
+
+    def nothing_came(self, step_id: int, reason: str) -> PeerLost:
+        """To be raised when the peer's activations of a step did not come."""
+        return PeerLost(f"rank {self.rank}, step {step_id}: nothing came from rank {self.peer}: {reason}")
+
+
 class HopBuffer:
-    """Memory of one hop in flight, for at most ``max_tokens`` tokens. On the CPU; pinned when asked.
+    """Memory of one hop in flight, for at most ``max_tokens`` tokens.
 
     Owned by a sender or a receiver, who hands it to the transport and must not touch it until that is done with it.
     """
 
-    def __init__(self, boundary: Boundary, max_tokens: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, boundary: Boundary, max_tokens: int, allocate: Callable[[int], Tensor] = host_bytes
+    ) -> None:
+        """``allocate`` makes a number of zeroed bytes wherever the buffer shall be."""
         self._boundary = boundary
-        self._bytes = torch.zeros(self.size_of(boundary, max_tokens), dtype=torch.uint8, pin_memory=pinned)
-        self._memory = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+        self._bytes = allocate(self.size_of(boundary, max_tokens))
 
     @staticmethod
     def size_of(boundary: Boundary, max_tokens: int) -> int:
         """Bytes that a buffer takes."""
         return _layout(boundary, max_tokens)[-1] + TRAILER.size
 
+    def whole(self) -> Tensor:
+        """All bytes: where a message of any permitted size has room."""
+        return self._bytes
+
     def message(self, num_tokens: int) -> Tensor:
         """The bytes that travel for so many tokens: a view."""
-        return self._bytes[: self._layout(num_tokens)[-1] + TRAILER.size]
+        return self._bytes[: self._trailer_start(num_tokens) + TRAILER.size]
+
+    def body(self, num_tokens: int) -> Tensor:
+        """The bytes that travel, without the trailer: a view."""
+        return self._bytes[: self._trailer_start(num_tokens)]
+
+    def trailer(self, num_tokens: int) -> Tensor:
+        """The trailer's bytes in a message for so many tokens: a view."""
+        start = self._trailer_start(num_tokens)
+        return self._bytes[start : start + TRAILER.size]
 
     def tensors(self, num_tokens: int) -> list[Tensor]:
         """The boundary's tensors: views, ``[T, width]`` each."""
-        *starts, _ = self._layout(num_tokens)
+        *starts, _ = _layout(self._boundary, num_tokens)
         views = []
         for start, part in zip(starts, self._boundary, strict=True):
             size_bytes = num_tokens * part.width * part.dtype.itemsize
@@ -54,20 +96,39 @@ class HopBuffer:
             views.append(flat.view(num_tokens, part.width))
         return views
 
-    def write_trailer(self, epoch: int, step_id: int, num_tokens: int) -> None:
-        TRAILER.pack_into(self._memory, self._layout(num_tokens)[-1], epoch, step_id, num_tokens)
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy one step's tensors in; on a device in the order of its current stream."""
+        for target, tensor in zip(self.tensors(tensors[0].shape[0]), tensors, strict=True):
+            target.copy_(tensor)
 
-    def clear_trailer(self, num_tokens: int) -> None:
-        """A message that ends too early must not be taken for complete because of what the buffer held before."""
-        TRAILER.pack_into(self._memory, self._layout(num_tokens)[-1], 0, 0, 0)
+    def _trailer_start(self, num_tokens: int) -> int:
+        return _layout(self._boundary, num_tokens)[-1]
 
-    def read_trailer(self, num_tokens: int) -> tuple[int, int, int]:
-        """Epoch, step and tokens at the place where a message for so many tokens has them."""
-        epoch, step_id, tokens = TRAILER.unpack_from(self._memory, self._layout(num_tokens)[-1])
-        return epoch, step_id, tokens
 
-    def _layout(self, num_tokens: int) -> list[int]:
-        return _layout(self._boundary, num_tokens)
+def check_boundary(boundary: Boundary, tensors: Sequence[Tensor]) -> int:
+    """The number of tokens; raises ValueError for tensors that are not those of the boundary."""
+    num_tokens = tensors[0].shape[0]
+    for part, tensor in zip(boundary, tensors, strict=True):
+        if part.dtype != tensor.dtype or tensor.shape != (num_tokens, part.width):
+            raise ValueError(
+                f"boundary is {part.dtype} {[num_tokens, part.width]}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    return num_tokens
+
+
+def write_trailer(trailer: Tensor, epoch: int, step_id: int, num_tokens: int) -> None:
+    """Sign a message. ``trailer``: its 16 bytes, on the host."""
+    TRAILER.pack_into(memoryview(trailer.numpy()), 0, epoch, step_id, num_tokens)  # type: ignore[arg-type]
+
+
+def check_trailer(trailer: Tensor, hop: Hop, step_id: int, num_tokens: int) -> None:
+    """Raise PeerLost unless the message is the one that was agreed for this step. ``trailer``: 16 bytes, on the host."""
+    epoch, step, tokens = TRAILER.unpack_from(memoryview(trailer.numpy()))  # type: ignore[arg-type]
+    if (epoch, step, tokens) != (hop.epoch, step_id, num_tokens):
+        raise PeerLost(
+            f"rank {hop.rank}, step {step_id}: rank {hop.peer} sent something else than {num_tokens} tokens of epoch "
+            f"{hop.epoch} (trailer: epoch {epoch}, step {step}, {tokens} tokens); it may run another version or model"
+        )
 
 
 def _layout(boundary: Boundary, num_tokens: int) -> list[int]:
@@ -83,7 +144,7 @@ class Sender(Protocol):
     """Hands a step's activations to the next stage."""
 
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
-        """Start sending copies of the tensors. They may be changed afterwards.
+        """Start sending copies of the tensors. They may be changed afterwards, on a device in the order of its stream.
 
         Waits for an earlier send when all buffers are in flight. Raises PeerLost.
         """
@@ -105,17 +166,5 @@ class Receiver(Protocol):
     def wait(self, step_id: int) -> list[Tensor]:
         """The tensors of the oldest posted step, which must be this one; views, valid until the next ``wait``.
 
-        Raises PeerLost when they don't come in time or are not what was agreed.
+        They are whole when this returns, or on a device for what is computed behind it. Raises PeerLost when they don't come in time or are not what was agreed.
         """
-
-
-def check_trailer(
-    buffer: HopBuffer, *, rank: int, peer: int, epoch: int, step_id: int, num_tokens: int
-) -> None:
-    """Raise PeerLost unless the message in the buffer is the one that was agreed for this step."""
-    got = buffer.read_trailer(num_tokens)
-    if got != (epoch, step_id, num_tokens):
-        raise PeerLost(
-            f"rank {rank}, step {step_id}: rank {peer} sent something else than {num_tokens} tokens of epoch {epoch} "
-            f"(trailer: epoch {got[0]}, step {got[1]}, {got[2]} tokens); it may run another version or model"
-        )
