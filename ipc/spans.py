@@ -96,7 +96,10 @@ class SpanRing:
         before = self._count
         copied = self._spans.copy()
         first = max(0, self._count - self._capacity + 1)
-        return copied[np.arange(first, before) % self._capacity]
+        if first >= before:
+            return copied[:0]
+        start, end = first % self._capacity, before % self._capacity
+        return copied[start:end] if start < end else np.concatenate([copied[start:], copied[:end]])
 
 
 class Recorder:
@@ -146,8 +149,8 @@ class Recorder:
         opened, _, now = self._stable()
         spans = self._ring.read()
         # What was appended since then begins when the open span ended, or is that span itself.
-        spans = spans[spans[:, 3] <= opened[2]]
-        spans = spans[spans[:, 3] > now - int(seconds * 1e9)]
+        first, last = np.searchsorted(spans[:, 3], [now - int(seconds * 1e9), opened[2]], side="right")
+        spans = spans[first:last]
         return np.concatenate([spans, np.array([[*opened, max(now, opened[2])]], np.int64)])
 
     def _stable(self) -> tuple[tuple[int, int, int], list[int], int]:

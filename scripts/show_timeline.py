@@ -21,14 +21,17 @@ _FILE = click.Path(dir_okay=False, writable=True)
 
 
 @click.command(name="timeline")
-@click.argument("address", default=DEFAULT_LISTEN)
+@click.argument("address", required=False)
+@click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="The same as ADDRESS.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
               help="How far back; ranks remember some 30,000 pieces of work each.")
 @click.option("--trace", type=_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing to this file.")
 @click.option("--png", type=_FILE, help="Draw the last second into this file.")
 @click.option("--json", "json_file", type=_FILE, help="Write the figures and all spans to this file.")
-def command(address: str, seconds: float, trace: str | None, png: str | None, json_file: str | None) -> None:
-    """Show where the last seconds of the engine at ADDRESS went.  [default ADDRESS: tcp://127.0.0.1:5757]
+def command(
+    address: str | None, connect: str, seconds: float, trace: str | None, png: str | None, json_file: str | None
+) -> None:
+    """Show where the last seconds of the engine at ADDRESS went.
 
     A table tells for each stage how long it worked and what it waited for; how much of that another split of the layers
     would remove, and what is left unexplained; the core's own work per step; and a sampled token's way back to the
@@ -43,7 +46,7 @@ def command(address: str, seconds: float, trace: str | None, png: str | None, js
     try:
         if png is not None:
             check_can_draw()
-        with TokenClient(address, name="brigade-timeline") as client:
+        with TokenClient(address or connect, name="brigade-timeline") as client:
             timeline = read_timeline(client.timeline(seconds))
         summary = summarize(timeline)
         click.echo(as_text(summary))
