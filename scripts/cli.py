@@ -7,6 +7,7 @@ import click
 COMMANDS = {
     "serve": "scripts.launch",
     "generate": "scripts.generate",
+    "inspect": "scripts.inspect_model",
     "bench": "scripts.bench.command",
     "timeline": "scripts.show_timeline",
 }

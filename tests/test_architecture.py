@@ -29,6 +29,7 @@ MUST_NOT_IMPORT = {
 """Folder to libraries of others that would break its promise; transformers is the tests' oracle, never a part of us."""
 
 LAZY_IMPORTS = {
+    "scripts/inspect_model.py": "help and what is wrong with a path are told before torch is loaded",
     "scripts/serve.py": "signals are taken over before anything slow is imported",
     "scripts/rank.py": "torch is loaded after everything that can be checked, and started, without it",
 }

@@ -17,6 +17,7 @@ import torch
 from ipc.endpoints import host_id
 from ipc.errors import PeerLost
 from worker.attention import AttentionBackend
+from worker.device import device_identity
 from worker.memory import free_memory
 from worker.model_config import ModelConfig
 from worker.partition import MIX, Memory, Mix, ModelCosts, Split, StepCosts, choose_split, sizes_of, split_layers
@@ -83,12 +84,12 @@ def agree_on_split(
     """
     config, num_stages = settings.config, settings.world_size
     fixed = split_layers(config.num_layers, num_stages, settings.partition)
-    if settings.partition != "auto" or store is None or num_stages in (1, config.num_layers):
+    if settings.partition != "auto" or store is None:
         return fixed
     sizes = part_bytes(config, dtype=dtype, backend=backend)
-    if config.num_layers * sizes.layer + sizes.first + sizes.last < TINY_BYTES:
+    if why_even(config, num_stages, sizes):
         return fixed
-    place = Place(name=f"{host_id()}/{device}", free_bytes=free_memory(device))
+    place = Place(name=f"{host_id()}/{device_identity(device)}", free_bytes=free_memory(device))
     store.set(f"{_PLACE_KEY}{settings.rank}", json.dumps([place.name, place.free_bytes]))
     if settings.rank != 0:
         text = _await(store, _SPLIT_KEY, settings).decode()
@@ -98,6 +99,17 @@ def agree_on_split(
     store.set(_SPLIT_KEY, sizes_of(split))
     logger.debug("pipeline partition: %.2f s", time.monotonic() - started)
     return split
+
+
+def why_even(config: ModelConfig, num_stages: int, sizes: PartBytes) -> str | None:
+    """Why ``auto`` need not measure; None if it has to."""
+    if num_stages == 1:
+        return "one stage has all layers"
+    if num_stages == config.num_layers:
+        return "a layer for each stage"
+    if config.num_layers * sizes.layer + sizes.first + sizes.last < TINY_BYTES:
+        return "evenly, as the model is too small to be measured"
+    return None
 
 
 def _decide(

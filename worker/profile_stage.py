@@ -32,7 +32,7 @@ MOST_LAYER_BYTES = 256 << 20
 PREFILL_LAYERS = 4
 """Enough layers in prefill, which is bound by arithmetic."""
 
-BUDGET_S = 0.5
+BUDGET_S = 0.4
 """For the rounds behind the first; one is measured however long it takes."""
 
 MOST_ROUNDS = 9
