@@ -120,6 +120,8 @@ class Coefficients:
 class FixedCosts:
     """Costs that are known: what is measured changes nothing."""
 
+    is_known = True
+
     def __init__(self, coefficients: Coefficients) -> None:
         self.coefficients = coefficients
         self.num_fits = 0
@@ -151,6 +153,8 @@ class FittedCosts:
     and the stage in front has finished this one. The path of work that decides a return says how the return depends on
     the coefficients; every measured return is one linear equation, and a robust least-squares fit takes the latest ones.
     """
+
+    is_known = False
 
     def __init__(self, num_stages: int, prior: Coefficients | None = None) -> None:
         self.coefficients = prior or Coefficients()

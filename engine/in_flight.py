@@ -20,6 +20,8 @@ class InFlightStep:
     samples: list[bool]
     """True where the step reaches the last token, known or promised by an earlier step, so that the row samples."""
     shape: StepShape
+    tag: tuple[int, int] | None = None
+    """What pacing wants to hear again when the step returns."""
 
 
 class StepsInFlight:

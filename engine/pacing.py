@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.cohort_trials import CohortTrials, Tag
 from engine.cost_model import Coefficients, CostModel
 from ipc.errors import ConfigError
 
@@ -75,6 +76,8 @@ class Pace:
     """Fewer ready ones wait for the next step, as long as this one has prompts to compute."""
     step_s: float
     """Stage time that decodes and chunks may take together; infinite when only the token budget counts."""
+    tag: Tag | None = None
+    """Set for a step of pure decode: what ``returned`` is to be told with it."""
 
 
 class ChunkBudget:
@@ -111,6 +114,9 @@ class Pacing(Protocol):
     def pace(self, load: Load) -> Pace:
         """For the step that is planned now."""
 
+    def returned(self, tag: Tag | None, now: float) -> None:
+        """The oldest step, sent with this tag, came back."""
+
 
 class GreedyPacing:
     """Everything that is ready goes into one step, up to the token budget: what the others are measured against."""
@@ -119,6 +125,9 @@ class GreedyPacing:
 
     def pace(self, load: Load) -> Pace:
         return Pace(float(max(load.num_decodes, 1)), MANY, 0, math.inf)
+
+    def returned(self, tag: Tag | None, now: float) -> None:
+        """Nothing to learn."""
 
 
 class CohortPacing:
@@ -140,7 +149,10 @@ class CohortPacing:
         self._costs = costs
         self._fixed_cohorts = num_cohorts
         self._prefill_share = prefill_share
-        self._known: tuple[int, int, int] | None = None
+        self._trials = CohortTrials(num_stages)
+        self._load: Load | None = None
+        """The latest one with decodes alone."""
+        self._known: tuple[int, int, int, int] | None = None
         """For which decodes, context and fit the next three hold."""
         self._num_cohorts = num_stages
         self._round_s = 0.0
@@ -154,7 +166,9 @@ class CohortPacing:
     def pace(self, load: Load) -> Pace:
         self._update_round(load)
         if not load.has_prompts:
-            return Pace(load.num_decodes / self._num_cohorts, self._num_cohorts, 0, math.inf)
+            self._load = load
+            size = load.num_decodes / self._num_cohorts
+            return Pace(size, self._num_cohorts, 0, math.inf, (load.num_decodes, self._num_cohorts))
         if not load.num_decodes:
             return Pace(1.0, 1, 0, self._lone_prompt_step(load))
         if self._prefill_share == 1:
@@ -174,8 +188,14 @@ class CohortPacing:
         size = load.num_decodes / num_cohorts
         return Pace(size, num_cohorts, math.ceil(size / 2), step_s)
 
+    def returned(self, tag: Tag | None, now: float) -> None:
+        """Steps of decodes alone tell how fast their number of cohorts is."""
+        if self._num_stages > 1 and self._fixed_cohorts is None and not self._costs.is_known:
+            load = self._load
+            self._trials.returned(tag, now, lambda count: 0.0 if load is None else self._round_time(load, count))
+
     def _update_round(self, load: Load) -> None:
-        key = (load.num_decodes, int(load.context) >> 7, self._costs.num_fits)
+        key = (load.num_decodes, int(load.context) >> 7, self._costs.num_fits, self._trials.num_changes)
         if key == self._known or not load.num_decodes:
             return
         self._known = key
@@ -187,6 +207,7 @@ class CohortPacing:
             best = min(range(1, most + 1), key=lambda count: self._round_time(load, count))
             if self._round_time(load, best) * (1 + NOTICEABLE_GAIN) > self._round_time(load, usual):
                 best = usual
+            best = self._trials.choose(load.num_decodes, best)
         self._num_cohorts = best
         self._round_s = self._round_time(load, best)
 

@@ -390,6 +390,7 @@ class Scheduler:
             # Less than one: what a small cohort lacked is not made up for by a large one.
             self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0 - 1e-6)
             self._context = context / num_decodes
+        step.tag = pace.tag
         self._last_step_s = self.costs.coefficients.stage_time(step.shape)
         self._last_step_samples = step.shape.samples
         self._in_flight.send(step)
@@ -409,7 +410,9 @@ class Scheduler:
         prompt_logprobs = rows_of(output.prompt_logprobs, "ModelRunnerOutput.prompt_logprobs")
         nan_rows = frozenset(output.nan_rows)
         step = self._in_flight.take_back(output.step_id)
-        self.costs.returned(step.step_id, self._clock())
+        now = self._clock()
+        self.costs.returned(step.step_id, now)
+        self._pacing.returned(step.tag, now)
         self._rows.step_returned(step.step_id)
         progress: list[RequestProgress] = []
         finished = RequestStatus.FINISHED
