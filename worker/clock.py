@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ipc.spans import MAX_SPANS, WAITS, Kind, Recorder
 
-PLAN, LINK, TOKENS, SEND = Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND
+PLAN, LINK, TOKENS, ROOM = Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND
 """Waiting for the core's next step; for a neighbour's activations; for sampled tokens; for room to send."""
 
 

@@ -31,7 +31,7 @@ from ipc.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from worker.clock import LINK, PLAN, SEND, TOKENS, StageClock
+from worker.clock import LINK, PLAN, ROOM, TOKENS, StageClock
 from worker.lifeline import end_process, watch_process
 from worker.memory import resident_bytes
 from worker.settings import WorkerSettings
@@ -196,7 +196,7 @@ class ControlThread(threading.Thread):
             token_wait_s=waits[TOKENS],
             queue_depth=self.inbox.qsize(),
             resident_bytes=resident_bytes(),
-            send_wait_s=waits[SEND],
+            send_wait_s=waits[ROOM],
         )
 
     def _timeline(self, request: TimelineRequest) -> TimelineReport:

@@ -23,7 +23,9 @@ NUM_TOKENS = 60
 NUM_ATTEMPTS = 3
 """Of what depends on when other processes let ours run, the best attempt counts."""
 
-FIRST_KINDS = {Kind.WAIT_PLAN, Kind.PREPARE, Kind.WAIT_TOKENS, Kind.ACCEPT, Kind.FORWARD, Kind.SEND}
+FIRST_KINDS = {
+    Kind.WAIT_PLAN, Kind.PREPARE, Kind.WAIT_TOKENS, Kind.ACCEPT, Kind.FORWARD, Kind.WAIT_SEND, Kind.SEND,
+}  # fmt: skip
 LAST_KINDS = {Kind.WAIT_PLAN, Kind.PREPARE, Kind.WAIT_ACTIVATIONS, Kind.FORWARD, Kind.SAMPLE, Kind.RETURN}
 CORE_KINDS = {Kind.IDLE, Kind.CLIENTS, Kind.RECEIVE, Kind.APPLY, Kind.ANSWER, Kind.SCHEDULE, Kind.SEND_PLAN, Kind.OTHER}
 

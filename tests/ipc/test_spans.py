@@ -4,11 +4,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ipc.spans import MAX_SPANS, NO_STEP, Kind, Recorder, SpanRing
+from ipc.spans import MAX_SPANS, NO_STEP, Kind, Recorder, SpanRing, Spans
 
 MOST_US_PER_SPAN = 100.0
 """Some fifty times of what it takes; only an accident such as a lock or an allocation per span reaches that."""
@@ -148,6 +149,63 @@ def test_readers_agree_with_the_clock_while_the_writer_goes_on() -> None:
     finally:
         is_over.set()
         writer.join()
+
+
+def test_a_reader_that_is_overtaken_while_it_copies_keeps_only_what_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five more spans are complete, and a sixth is half written, when the copy is made."""
+    ring = SpanRing(capacity=8)
+    memory = ring._spans
+
+    class Overtaken:
+        def copy(self) -> Spans:
+            for number in range(8, 13):
+                ring.append(number, number, number, number)
+            memory[13 % 8, :2] = 13
+            return memory.copy()
+
+    for number in range(8):
+        ring.append(number, number, number, number)
+    monkeypatch.setattr(ring, "_spans", Overtaken())
+    assert ring.read().tolist() == [[number] * 4 for number in (6, 7)]
+
+
+def test_a_snapshot_holds_nothing_that_began_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer goes on between the look at what is going on and the look at the ring."""
+    clock = Ticks()
+    recorder = Recorder(clock=clock)
+    recorder.doing(Kind.FORWARD, 1)
+    read = recorder._ring.read
+
+    def read_late() -> Spans:
+        recorder.doing(Kind.SAMPLE, 1)
+        recorder.doing(Kind.PREPARE, 2)
+        return read()
+
+    monkeypatch.setattr(recorder._ring, "read", read_late)
+    spans = recorder.snapshot(1.0)
+    assert spans[:, 0].tolist() == [Kind.OTHER, Kind.FORWARD]
+    assert spans[0, 3] == spans[1, 2]
+
+
+def test_a_reader_waits_out_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a change the totals have the old span already: what is going on must not be counted with them."""
+    clock = Ticks()
+    recorder = Recorder(clock=clock)
+    began = clock.now
+    seen: list[int] = []
+    reader = threading.Thread(target=lambda: seen.append(sum(recorder.totals_ns())))
+
+    class Slow(list[int]):
+        def __setitem__(self, index: Any, value: Any) -> None:
+            super().__setitem__(index, value)
+            reader.start()
+            reader.join(0.05)
+
+    clock.now += 1000
+    monkeypatch.setattr(recorder, "_totals", Slow(recorder._totals))
+    recorder.doing(Kind.FORWARD)
+    reader.join(10)
+    assert len(seen) == 1 and 1000 <= seen[0] <= clock.now - began
 
 
 def test_recording_is_cheap() -> None:

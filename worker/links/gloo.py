@@ -64,10 +64,13 @@ class GlooSender:
         self._free = [HopBuffer(hop.boundary, hop.max_tokens) for _ in range(NUM_SEND_BUFFERS)]
         self._in_flight: deque[tuple[int, HopBuffer, Work]] = deque()
 
-    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
-        num_tokens = check_boundary(self._hop.boundary, tensors)
+    def make_room(self) -> None:
         if not self._free:
             self._complete_oldest(self._hop.timeout_s)
+
+    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
+        num_tokens = check_boundary(self._hop.boundary, tensors)
+        self.make_room()
         buffer = self._free.pop()
         buffer.fill(tensors)
         write_trailer(buffer.trailer(num_tokens), self._hop.epoch, step_id, num_tokens)

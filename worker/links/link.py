@@ -143,6 +143,9 @@ def _layout(boundary: Boundary, num_tokens: int) -> list[int]:
 class Sender(Protocol):
     """Hands a step's activations to the next stage."""
 
+    def make_room(self) -> None:
+        """Wait until the next send finds a buffer: no time when the peer keeps up. Raises PeerLost."""
+
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
         """Start sending copies of the tensors. They may be changed afterwards, on a device in the order of its stream.
 

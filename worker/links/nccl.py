@@ -86,10 +86,13 @@ class NcclSender:
         self._free = [_Slot(hop, streams) for _ in range(NUM_SEND_BUFFERS)]
         self._in_flight: deque[tuple[int, _Slot, Event]] = deque()
 
-    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
-        num_tokens = check_boundary(self._hop.boundary, tensors)
+    def make_room(self) -> None:
         if not self._free:
             self._complete_oldest(self._hop.timeout_s)
+
+    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
+        num_tokens = check_boundary(self._hop.boundary, tensors)
+        self.make_room()
         slot = self._free.pop()
         message, trailer = slot.device.message(num_tokens), slot.device.trailer(num_tokens)
         write_trailer(slot.trailer, self._hop.epoch, step_id, num_tokens)

@@ -62,10 +62,13 @@ class StagedSender:
         thread.start()
         weakref.finalize(self, _end_launches, self._launches, thread)
 
-    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
-        num_tokens = check_boundary(self._hop.boundary, tensors)
+    def make_room(self) -> None:
         if not self._free:
             self._complete_oldest(self._hop.timeout_s)
+
+    def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
+        num_tokens = check_boundary(self._hop.boundary, tensors)
+        self.make_room()
         slot = self._free.pop()
         self._streams.queue(lambda: slot.device.fill(tensors))
         filled = self._streams.mark()
