@@ -44,6 +44,9 @@ class CoreConfig:
     """Bytes of KV cache per rank by flag."""
     kv_memory_share: float = 0.25
     """Share of the measured free memory that the caches of all ranks on a host may take together."""
+    kv_gpu_memory_share: float = 0.9
+    """As above for all ranks on a GPU, of what is free there beside their largest steps. The rest is for what nobody
+    measures: communicators, graphs, gaps between allocations."""
     prefix_caching: bool = True
     max_queued_requests: int = 4096
     max_queued_tokens: int = 1 << 22

@@ -25,8 +25,8 @@ class KVPlan:
 def plan_kv_cache(config: CoreConfig, stages: Sequence[WorkerLoaded], hosts: Mapping[int, str]) -> KVPlan:
     """The pool is the minimum over the stages: one ledger of block ids serves them all.
 
-    Ranks on one host split the free memory measured last there (the smallest figure: by then all weights were loaded)
-    so that each can hold the same number of blocks.
+    Ranks on one host, or on one GPU of it, split the free memory measured last there (the smallest figure: by then all
+    weights were loaded) so that each can hold the same number of blocks. What the ranks' largest steps take is left free.
 
     Args:
         stages: one report per rank, in rank order.
@@ -69,7 +69,10 @@ def _affordable_blocks(
         sharing[hosts[stage.rank], stage.device].append(stage)
     blocks = {}
     for together in sharing.values():
-        budget = config.kv_memory_share * min(stage.free_bytes for stage in together)
+        is_measured = all(stage.step_bytes for stage in together)
+        share = config.kv_gpu_memory_share if is_measured else config.kv_memory_share
+        free = min(stage.free_bytes for stage in together) - sum(stage.step_bytes for stage in together)
+        budget = share * max(0, free)
         each = int(budget) // sum(stage.bytes_per_block for stage in together)
         blocks.update({stage.rank: each for stage in together})
     return blocks

@@ -154,6 +154,8 @@ class WorkerLoaded:
     weight_bytes: U64
     load_s: float
     num_threads: U32
+    step_bytes: U64 = 0
+    """What the largest step takes of the device beside weights and cache; 0 where that was not measured."""
 
 
 @message(tag=4)

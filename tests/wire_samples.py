@@ -49,7 +49,7 @@ SAMPLES: list[Any] = [
     ),
     m.WorkerLoaded(
         core_id=1, epoch=2, rank=1, groups=(GROUP,), bytes_per_block=4096, free_bytes=1 << 33, device="cpu",
-        weight_bytes=1 << 20, load_s=0.5, num_threads=2,
+        weight_bytes=1 << 20, load_s=0.5, num_threads=2, step_bytes=1 << 21,
     ),
     m.KVCacheConfig(core_id=1, epoch=2, num_blocks=300, block_size=16, max_model_len=1024, groups=(GROUP,)),
     m.WorkerReady(core_id=1, epoch=2, rank=1, kv_bytes=1 << 24, warmup_s=0.25),

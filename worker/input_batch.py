@@ -13,6 +13,7 @@ from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
 from worker.request_states import NO_LOGPROBS, RequestStates, Span
 from worker.sampler import SamplingBatch
+from worker.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +118,19 @@ def sampling_rows(states: RequestStates, step: StepTokens, device: torch.device)
     rows = step.rows[chosen]
     positions = step.span.ends[chosen].astype(np.int64)
 
-    def to_device(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(device)
+    def moved(values: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(values), device)
 
     return SamplingRows(
         rows=rows,
         positions=positions,
-        hidden_index=to_device(step.query_starts[chosen + 1] - 1),
+        hidden_index=moved(step.query_starts[chosen + 1] - 1),
         params=SamplingBatch(
-            temperature=to_device(states.temperature[rows]),
-            top_k=to_device(states.top_k[rows]),
-            top_p=to_device(states.top_p[rows]),
-            seed=to_device(states.seed[rows]),
-            position=to_device(positions),
+            temperature=moved(states.temperature[rows]),
+            top_k=moved(states.top_k[rows]),
+            top_p=moved(states.top_p[rows]),
+            seed=moved(states.seed[rows]),
+            position=moved(positions),
             num_logprobs=states.num_logprobs[rows].tolist(),
         ),
     )

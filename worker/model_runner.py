@@ -23,6 +23,7 @@ from worker.model_config import ModelConfig
 from worker.models import StageModel
 from worker.request_states import RequestStates
 from worker.sampler import nan_rows, sample
+from worker.transfer import HostCopy, to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class ModelRunner:
             plan=plan,
             tokens=step,
             num_tokens=len(step.positions),
-            positions=torch.from_numpy(step.positions).to(self._device),
+            positions=to_device(torch.from_numpy(step.positions), self._device),
             metadata=self._builder.build(attention_inputs(self._table, step)) if len(rows) else None,
             sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
             prompt_slices=prompt_slices(self._states, step) if self._is_last else (),
@@ -133,7 +134,7 @@ class ModelRunner:
             return StepResult(hidden=torch.empty(0, self._hidden_size, dtype=self._dtype), logits=None)
         if self._is_first:
             token_ids = torch.from_numpy(gather_token_ids(self._states, batch.tokens))
-            hidden = self._model.embed(token_ids.to(self._device))
+            hidden = self._model.embed(to_device(token_ids, self._device))
         else:
             assert received is not None, "a stage behind the first one needs activations"
             hidden = received.to(self._device, non_blocking=True)
@@ -152,11 +153,12 @@ class ModelRunner:
         if sampling is not None and logits is not None:
             rows = sampling.rows.tolist()
             # A broken row gets some token all the same, so that steps in flight behind this one have their input.
-            is_broken = nan_rows(logits).cpu().numpy()
-            broken += [row for row in sampling.rows[is_broken].tolist() if row not in broken]
+            is_broken = HostCopy(nan_rows(logits))
             sampled = sample(logits, sampling.params)
-            token_ids = sampled.tolist()
+            token_copy = HostCopy(sampled)
             logprobs = sampled_logprobs(logits, sampled, sampling)
+            token_ids = token_copy.numpy().tolist()
+            broken += [row for row in sampling.rows[is_broken.numpy()].tolist() if row not in broken]
         return ModelRunnerOutput(
             core_id=plan.core_id,
             epoch=plan.epoch,

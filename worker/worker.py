@@ -37,6 +37,7 @@ from worker.settings import WorkerSettings
 from worker.shortage import shortage
 from worker.stage import Stage
 from worker.startup import LoadedStage, load_stage, make_caches
+from worker.step_memory import measure_step_bytes
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 
@@ -216,6 +217,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------ start
 
     def _report_loaded(self, start: EpochStart, loaded: LoadedStage) -> None:
+        step_bytes = measure_step_bytes(self._settings, self._topology, loaded)
         self._control.post(WorkerLoaded(
             core_id=start.core_id,
             epoch=start.epoch,
@@ -227,6 +229,7 @@ class Worker:
             weight_bytes=loaded.weight_bytes,
             load_s=loaded.load_s,
             num_threads=loaded.num_threads,
+            step_bytes=step_bytes,
         ))
 
     def _initialize_from_config(

@@ -14,10 +14,10 @@ def config(**changes: object) -> CoreConfig:
         "model_max_len": 1024, "block_size": 16, "max_num_seqs": 8, "kv_memory_share": 0.5, **changes})
 
 
-def stage(rank: int, *, layers: list[int], bytes_per_block: int, free_bytes: int, device: str = "cpu") -> WorkerLoaded:
+def stage(rank: int, *, layers: list[int], bytes_per_block: int, free_bytes: int, device: str = "cpu", step_bytes: int = 0) -> WorkerLoaded:
     return WorkerLoaded(core_id=1, epoch=1, rank=rank, groups=(KVCacheGroup(kind="full", layers=layers),),
                         bytes_per_block=bytes_per_block, free_bytes=free_bytes, device=device, weight_bytes=0, load_s=0.0,
-                        num_threads=1)
+                        num_threads=1, step_bytes=step_bytes)
 
 
 def test_ranks_on_one_host_share_what_the_last_of_them_measured() -> None:
@@ -30,6 +30,24 @@ def test_ranks_on_one_host_share_what_the_last_of_them_measured() -> None:
     apart = plan_kv_cache(config(max_num_seqs=100), stages, {0: "a", 1: "b"})
     assert apart.num_blocks == min(500_000 // 300, 200_000 // 200)
     assert together.groups[0].layers == [0, 1, 2, 3, 4]
+
+
+def test_ranks_that_share_a_gpu_divide_it_and_leave_room_for_their_largest_steps() -> None:
+    sizes = {"bytes_per_block": 250, "step_bytes": 50_000}
+    stages = [stage(0, layers=[0], free_bytes=10**6, device="cuda:a", **sizes),
+              stage(1, layers=[1], free_bytes=600_000, device="cuda:a", **sizes)]
+    chosen = config(max_num_seqs=100, kv_gpu_memory_share=0.8)
+    assert plan_kv_cache(chosen, stages, {0: "x", 1: "x"}).num_blocks == 400_000 // 500
+    # The same number on two hosts is two GPUs.
+    assert plan_kv_cache(chosen, stages, {0: "x", 1: "y"}).num_blocks == 440_000 // 250
+    own = [stages[0], stage(1, layers=[1], free_bytes=600_000, device="cuda:b", **sizes)]
+    assert plan_kv_cache(chosen, own, {0: "x", 1: "x"}).num_blocks == 440_000 // 250
+
+
+def test_a_gpu_that_its_largest_step_fills_has_no_room_for_a_pool() -> None:
+    full = [stage(0, layers=[0], bytes_per_block=1, free_bytes=1000, device="cuda:a", step_bytes=2000)]
+    with pytest.raises(ConfigError, match="the pool has 0"):
+        plan_kv_cache(config(), full, {0: "x"})
 
 
 def windowed_stage(rank: int, groups: list[tuple[str, int, list[int]]]) -> WorkerLoaded:

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.kv_cache import append_kv
 from worker.attention.metadata import CommonAttentionMetadata
 from worker.attention.registry import AttentionBackend, AttentionMetadataBuilder, Capabilities, register
+from worker.transfer import to_device
 
 _SHORTEST_BUCKET = 128
 """Decodes whose lengths round up to the same power of two, but at least this, are padded to their longest."""
@@ -102,14 +103,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common: CommonAttentionMetadata) -> TorchMetadata:
         lengths, starts = common.seq_lens.tolist(), common.query_starts.tolist()
         prefills = tuple(
-            _Prefill(start=starts[s], end=starts[s + 1], slots=self._slots(common, [s], lengths[s])[0].to(self.device))
+            _Prefill(start=starts[s], end=starts[s + 1], slots=to_device(self._slots(common, [s], lengths[s])[0], self.device))
             for s in range(common.num_decodes, len(lengths))
             if starts[s + 1] > starts[s]
         )
         batches = _batch_decodes(lengths[: common.num_decodes])
         num_served = sum(map(len, batches)) + sum(prefill.end - prefill.start for prefill in prefills)
         return TorchMetadata(
-            slots=common.slots.to(self.device, copy=True),
+            slots=to_device(common.slots.clone(), self.device),
             decodes=tuple(self._decodes(common, sequences, lengths) for sequences in batches),
             prefills=prefills,
             causal_mask=self._causal_mask(prefills),
@@ -121,9 +122,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         is_padding = torch.arange(longest) >= common.seq_lens[sequences, None]
         mask = torch.zeros(is_padding.shape, dtype=self.dtype).masked_fill_(is_padding, -torch.inf)
         return _Decodes(
-            tokens=common.query_starts[sequences].to(self.device, torch.int64),
-            slots=self._slots(common, sequences, longest).flatten().to(self.device),
-            mask=mask[:, None, None].to(self.device),
+            tokens=to_device(common.query_starts[sequences].to(torch.int64), self.device),
+            slots=to_device(self._slots(common, sequences, longest).flatten(), self.device),
+            mask=to_device(mask[:, None, None], self.device),
         )
 
     def _slots(self, common: CommonAttentionMetadata, sequences: list[int], longest: int) -> Tensor:

@@ -1,0 +1,146 @@
+"""How much memory does a step take beside weights and cache? On a GPU that is measured, by running the largest steps.
+
+The pool then gets what is left. On the CPU the pool takes a share of free memory that leaves room for any step.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ipc.messages import CachedRequestData, KVCacheConfig, KVCacheGroup, NewRequestData, SchedulerOutput
+from ipc.params import SamplingParams
+from worker.memory import memory_for
+from worker.model_runner import ModelRunner
+from worker.settings import WorkerSettings
+from worker.startup import LoadedStage, make_caches
+from worker.topology import Topology
+
+CONTEXT_TOKENS = 1 << 16
+"""Over all sequences of the decodes measured: as many as an attention backend gathers at once."""
+
+PARAMS = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+"""The filter that takes the most memory."""
+
+
+class MemoryMeter(Protocol):
+    """Tells what is taken between two moments."""
+
+    def start(self) -> None: ...
+
+    def peak(self) -> int:
+        """Most bytes taken at once since ``start``, beyond what was taken then."""
+
+
+class CudaMeter:
+    """Counts what torch took from the device, its allocator's gaps included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        taken = torch.cuda.max_memory_reserved(self._device) - self._before
+        torch.cuda.empty_cache()
+        return taken
+
+
+def measure_step_bytes(settings: WorkerSettings, topology: Topology, stage: LoadedStage) -> int:
+    """Bytes of the device that the largest steps take; 0 on the CPU. Raises ConfigError when there is no memory for them."""
+    if stage.device.type != "cuda":
+        return 0
+    return run_largest_steps(settings, topology, stage, CudaMeter(stage.device))
+
+
+def run_largest_steps(
+    settings: WorkerSettings, topology: Topology, stage: LoadedStage, meter: MemoryMeter
+) -> int:
+    """Run a step of prompts and one of decodes, as large as the flags allow; returns the meter's peak."""
+    config = settings.config
+    max_model_len = min(settings.max_model_len or config.max_position_embeddings, CONTEXT_TOKENS)
+    with memory_for("--max-num-batched-tokens", f"a step of {settings.max_num_batched_tokens} tokens", "give fewer"):
+        meter.start()
+        runner = ModelRunner(
+            stage.model,
+            stage.backend,
+            make_caches(settings, stage, KVCacheConfig(
+                core_id=0, epoch=0, num_blocks=1, block_size=settings.block_size, max_model_len=max_model_len,
+                groups=(KVCacheGroup(kind="full", layers=list(stage.layers)),),
+            )),
+            config=config,
+            is_first=topology.is_first,
+            is_last=topology.is_last,
+            device=stage.device,
+            dtype=stage.dtype,
+            num_rows=settings.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=settings.block_size,
+        )  # fmt: skip
+        for plan in largest_plans(settings, max_model_len):
+            _run(runner, topology, stage, plan)
+        del runner
+        return meter.peak()
+
+
+def largest_plans(settings: WorkerSettings, max_model_len: int) -> Iterator[SchedulerOutput]:
+    """The most tokens of prompts, in many sequences and in few; then the most decodes, at the end of long contexts.
+
+    All lie in block 0: nobody reads what they write.
+    """
+    num_tokens = min(settings.max_num_batched_tokens, settings.max_num_seqs * max_model_len)
+    num_seqs = min(settings.max_num_seqs, num_tokens)
+    many = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+    few = [min(max_model_len, num_tokens - start) for start in range(0, num_tokens, max_model_len)]
+    context = min(max_model_len, max(2, CONTEXT_TOKENS // num_seqs))
+    block_size, freed = settings.block_size, 0
+    for step_id, (lengths, scheduled) in enumerate(((many, many), (few, few), ([context] * num_seqs, [1] * num_seqs))):
+        yield _plan(step_id, block_size, lengths, scheduled, freed=list(range(freed)))
+        freed = len(lengths)
+
+
+def _plan(
+    step_id: int, block_size: int, lengths: list[int], scheduled: list[int], freed: list[int]
+) -> SchedulerOutput:
+    """New requests of these lengths, of each of which the last tokens are scheduled."""
+    requests = tuple(
+        NewRequestData(
+            row=row,
+            request_id="measured",
+            token_ids=np.zeros(length, np.int32),
+            num_prompt_tokens=length,
+            num_computed_tokens=length - num_scheduled,
+            block_ids=([0] * -(-length // block_size),),
+            params=PARAMS,
+        )
+        for row, (length, num_scheduled) in enumerate(zip(lengths, scheduled, strict=True))
+    )
+    return SchedulerOutput(
+        core_id=0,
+        epoch=0,
+        step_id=step_id,
+        freed_rows=freed,
+        new_requests=requests,
+        cached_requests=CachedRequestData(),
+        rows=list(range(len(requests))),
+        num_scheduled_tokens=scheduled,
+        needs_tokens_of_step=0,
+    )
+
+
+def _run(runner: ModelRunner, topology: Topology, stage: LoadedStage, plan: SchedulerOutput) -> None:
+    batch = runner.prepare(plan)
+    received = None
+    if not topology.is_first:
+        (part, *_) = stage.model.boundary()
+        received = torch.zeros(batch.num_tokens, part.width, dtype=part.dtype, device=stage.device)
+    result = runner.execute_model(batch, received)
+    if topology.is_last:
+        runner.sample_tokens(batch, result)
