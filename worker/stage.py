@@ -1,6 +1,6 @@
 """What happens on a rank in one step, from the plan to what is handed on?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ipc.spans import Kind
 from worker.clock import LINK, ROOM, TOKENS, StageClock
 from worker.links.link import Receiver, Sender
 from worker.model_runner import ModelRunner
+from worker.threads import StepThreads, computes_alone
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 
@@ -36,7 +37,9 @@ class Stage:
         token_outbox: TokenOutbox | None,
         max_tokens: int,
         timeout_s: float,
+        threads: StepThreads | None = None,
     ) -> None:
+        """``threads``: to be told in each step whether others compute too; None leaves their number alone."""
         self._topology = topology
         self._runner = runner
         self._clock = clock
@@ -46,6 +49,7 @@ class Stage:
         self._token_outbox = token_outbox
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
+        self._threads = threads
         self._last_step = -1
         self._last_posted = -1
 
@@ -60,7 +64,7 @@ class Stage:
                 self._receiver.post(plan.step_id, self._num_tokens(plan))
                 self._last_posted = plan.step_id
 
-    def run_step(self, plan: SchedulerOutput, upcoming: Iterable[SchedulerOutput] = ()) -> ModelRunnerOutput | None:
+    def run_step(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput] = ()) -> ModelRunnerOutput | None:
         """Compute one step and hand on what comes out; the output for the core on the last stage, None elsewhere.
 
         ``upcoming``: plans behind this one, whose receives are posted before this one is waited for.
@@ -79,6 +83,7 @@ class Stage:
             self._clock.doing(LINK)
             received = self._receiver.wait(plan.step_id)[0]
         self._clock.doing(Kind.FORWARD)
+        self._choose_threads(plan, upcoming)
         result = self._runner.execute_model(batch, received)
         if self._topology.is_last:
             self._clock.doing(Kind.SAMPLE)
@@ -133,6 +138,12 @@ class Stage:
             inbox.take_until(
                 step_id, self._accept, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
             )
+
+    def _choose_threads(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput]) -> None:
+        if self._threads is not None:
+            last_sampled_step = None if self._token_inbox is None else self._token_inbox.last_step
+            next_plan = upcoming[0] if upcoming else None
+            self._threads.use(is_alone=computes_alone(self._topology, plan, next_plan, last_sampled_step))
 
     def _return_tokens(self, output: ModelRunnerOutput) -> None:
         if self._topology.is_first:

@@ -37,6 +37,11 @@ class TokenInbox:
         self._epoch = 0
         self._next_step = 0
 
+    @property
+    def last_step(self) -> int:
+        """Newest step whose tokens were taken; -1 before the first."""
+        return self._next_step - 1
+
     def begin(self, epoch: int) -> None:
         """Tokens of other epochs are dropped and counted from now on; step 0 of this one comes first."""
         self._epoch = epoch

@@ -27,7 +27,7 @@ from ipc.messages import (
 )
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread, Item
-from worker.device import device_identity
+from worker.device import choose_num_threads, device_identity
 from worker.epoch_store import EpochStore, open_store
 from worker.lifeline import die_with_parent
 from worker.links.opening import Links, open_links
@@ -38,6 +38,7 @@ from worker.shortage import shortage
 from worker.stage import Stage
 from worker.startup import LoadedStage, load_stage, make_caches
 from worker.step_memory import measure_step_bytes
+from worker.threads import StepThreads
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 
@@ -284,6 +285,10 @@ class Worker:
             token_outbox=token_outbox,
             max_tokens=settings.max_num_batched_tokens,
             timeout_s=settings.link_timeout_s,
+            threads=StepThreads(
+                shared=loaded.num_threads,
+                alone=choose_num_threads(settings.num_threads, 1) if loaded.device.type == "cpu" else loaded.num_threads,
+            ),
         )
 
     # ------------------------------------------------------------------------------------------ items
