@@ -182,5 +182,5 @@ def test_an_unknown_command_is_named() -> None:
 
 
 def test_the_commands_start_without_torch() -> None:
-    script = "import sys, scripts.cli, scripts.generate, scripts.launch; sys.exit('torch' in sys.modules)"
+    script = "import sys, scripts.cli, scripts.generate, scripts.launch, scripts.show_timeline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0

@@ -66,20 +66,29 @@ def test_spans_of_a_running_engine(engines: EnginePool, checkpoints: Checkpoints
 def test_tokens_come_back_without_a_round_trip_through_the_core(
     engines: EnginePool, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """When a token is sampled, the plan that needs it has left the core."""
+    """When a token is sampled, the plan that needs it has left the core.
+
+    Not for every step of a model whose steps are shorter than the core's turn on a busy machine; synchronous scheduling,
+    below, never does it.
+    """
     engine = engines.get(checkpoints.fx_r, flags=FLAGS)
     shares = []
-    while len(shares) < NUM_ATTEMPTS and (not shares or shares[-1] < 0.8):
+    while len(shares) < NUM_ATTEMPTS and (not shares or shares[-1] <= 0.5):
         tokens = recorded(engine, tmp_path / "j")[1]["summary"]["tokens"]
         assert tokens["num_inputs"] >= NUM_TOKENS // 2 and tokens["to_first_stage"]["count"] >= NUM_TOKENS // 2
         shares.append(tokens["planned_ahead"])
-    assert max(shares) >= 0.8, shares
+    assert max(shares) > 0.5, shares
 
 
-def test_one_stage_has_a_timeline_too(engines: EnginePool, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    _, content = recorded(engines.get(checkpoints.fx_r, pp=1, flags=FLAGS), tmp_path / "j")
-    (stage,) = content["summary"]["stages"]
+def test_one_stage_scheduled_synchronously_waits_for_the_core(
+    engines: EnginePool, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    engine = engines.get(checkpoints.fx_r, pp=1, flags=(*FLAGS, "--no-async-scheduling"))
+    summary = recorded(engine, tmp_path / "j")[1]["summary"]
+    (stage,) = summary["stages"]
     assert stage["explained_s"] == 0 and stage["work"]["forward"] > 0 and stage["work"]["sample"] > 0
+    assert summary["tokens"]["num_inputs"] >= NUM_TOKENS // 2 and summary["tokens"]["planned_ahead"] == 0
+    assert stage["waits"]["wait plan"] > summary["core"]["busy_s"] / 2
 
 
 def test_a_frozen_rank_is_named_and_the_others_are_shown(engines: EnginePool, checkpoints: Checkpoints) -> None:
