@@ -87,16 +87,12 @@ class Engine:
                     found[int(variables[b"RANK"])] = pid
         return dict(sorted(found.items()))
 
-    def pin(self, cores: Sequence[int]) -> None:
+    def pin(self, cores: Sequence[Sequence[int]]) -> None:
         """Let rank i, with all of its threads, run on ``cores[i]`` only."""
         for rank, pid in self.ranks().items():
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(task.name), {cores[rank]})
-
-    def cpu_seconds(self) -> dict[int, float]:
-        """Time on a core so far by rank, all threads."""
-        return {rank: cpu_seconds(pid) for rank, pid in self.ranks().items()}
+                    os.sched_setaffinity(int(task.name), cores[rank])
 
     def stop(self) -> None:
         """SIGTERM, and at a deadline SIGKILL to all of its processes. Idempotent."""

@@ -13,7 +13,7 @@ from scripts.bench.simulation import RequestRecord, SimulationResult
 try:
     from matplotlib.figure import Figure
 except ImportError:
-    Figure = None
+    Figure = None  # type: ignore[misc,assignment,unused-ignore]
 
 PERCENTILES = (50, 90, 99)
 

@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.cost_model import Coefficients, CostModel, FittedCosts, FixedCosts
+from engine.in_flight import InFlightStep
 from engine.request import ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig
 from ipc.messages import ModelRunnerOutput, SchedulerOutput
@@ -68,12 +69,14 @@ class Simulation:
         knows_costs: bool = False,
         core_s: float = 0.0,
         warm_up_s: float = 0.0,
+        on_step: Callable[[SchedulerOutput, InFlightStep], None] | None = None,
     ) -> None:
         """
         Args:
             knows_costs: the scheduler is told the coefficients; else it fits them as it does in the engine.
             core_s: from an event until the steps that follow from it are sent.
             warm_up_s: waiting is counted from then on.
+            on_step: sees every step as it is sent.
         """
         self.now = 0.0
         costs: CostModel = FixedCosts(coefficients) if knows_costs else FittedCosts(config.num_stages)
@@ -81,6 +84,7 @@ class Simulation:
         self.pipeline = ModelledPipeline(config.num_stages, coefficients)
         self._trace = deque(trace)
         self._core_s = core_s
+        self._on_step = on_step
         self._returns: deque[tuple[float, SchedulerOutput, list[bool]]] = deque()
         self._records: list[RequestRecord] = []
         self._idle_since: float | None = 0.0
@@ -135,7 +139,7 @@ class Simulation:
             internal_id=number,
             client=CLIENT,
             prompt_token_ids=self._zeros[: arriving.num_prompt],
-            params=SamplingParams(seed=0, max_tokens=arriving.num_output, ignore_eos=True),
+            params=SamplingParams(temperature=0.0, seed=0, max_tokens=arriving.num_output, ignore_eos=True),
             arrival_time=arriving.arrival,
         ))
 
@@ -148,6 +152,8 @@ class Simulation:
         self.now += self._core_s
         while (plan := self.scheduler.schedule()) is not None:
             step = self.scheduler.newest_step
+            if self._on_step is not None:
+                self._on_step(plan, step)
             back = self.pipeline.send(step.step_id, step.shape, self.now, plan.needs_tokens_of_step, self._idle_s)
             self._idle_s = 0.0
             self._returns.append((back, plan, step.samples))
