@@ -201,6 +201,9 @@ def _seconds(report: StageReport | None) -> dict[str, float]:
 
 
 def core_values(recorder: Recorder) -> Scalars:
-    """The core's own seconds of work since its start."""
+    """Seconds since the core's start: of work as its spans have them, and on a processor.
+
+    The first are longer when others take the processor away meanwhile. To be called by the core's own thread.
+    """
     totals = recorder.totals_ns()
-    return {"core_busy_s": (sum(totals) - totals[Kind.IDLE]) / 1e9}
+    return {"core_busy_s": (sum(totals) - totals[Kind.IDLE]) / 1e9, "core_cpu_s": time.thread_time()}
