@@ -20,7 +20,7 @@ BAR = 0.92
 @click.option("--stages", type=click.IntRange(1), default=2)
 @click.option("--dtype", default="bfloat16")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=2048)
-@click.option("--decode", "decodes", type=CaseType(), multiple=True, default=("32x128:96",), help="Steady decode. Repeatable.")
+@click.option("--decode", "decodes", type=CaseType(), multiple=True, default=("32x64:128",), help="Steady decode. Repeatable.")
 @click.option("--prefill", "prefills", type=CaseType(), multiple=True, default=("16x512:1",), help="Prompts alone. Repeatable.")
 @click.option("--flag", "flags", multiple=True, help="One more word for `brigade serve`; repeatable.")
 @click.option("--pin", is_flag=True, help="Keep the real ranks to one core each, too.")

@@ -13,6 +13,7 @@ from engine.cost_model import Coefficients
 from engine.scheduler import SchedulerConfig
 from ipc.aclient import AsyncTokenClient
 from ipc.conversation import Scalar
+from ipc.errors import ConfigError
 from ipc.messages import ModelInfo
 from scripts.bench.cases import Case, Figures, fresh_prompts, run_case
 from scripts.bench.engine import Engine
@@ -178,6 +179,7 @@ def _round(
     address: str, stages: StageProcesses, job: StageJob, model: ModelInfo, work: Work, number: int, folder: Path
 ) -> tuple[Round, Coefficients]:
     figures, costs, real_steps = asyncio.run(_real(address, work.case, number))
+    check_rate(work, work.real_rate(figures))
     steps, rate, stage_s = _replay(stages, job, costs, work, folder)
     done = Round(
         real=work.real_rate(figures), ceiling=rate, stage_s=stage_s, planned_steps=len(steps), real_steps=real_steps,
@@ -195,7 +197,15 @@ def _replay(
     write_steps(path, steps)
     span = work.span(steps)
     stage_s = [time_of(span, ends) for ends in stages.run(path)]
-    return steps, span.num_tokens / max(*stage_s, 1e-9), stage_s
+    rate = span.num_tokens / max(*stage_s, 1e-9)
+    check_rate(work, rate)
+    return steps, rate, stage_s
+
+
+def check_rate(work: Work, rate: float) -> None:
+    """Raises ConfigError for a decode that is never steady."""
+    if not rate:
+        raise ConfigError(str(work), "there was no time in which all requests decoded; give longer answers or shorter prompts")
 
 
 async def _real(address: str, case: Case, seed: int) -> tuple[Figures, Coefficients, int]:
