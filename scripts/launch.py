@@ -138,9 +138,9 @@ class Launcher:
         ]
 
     def _agent_environment(self) -> dict[str, str]:
-        """Nothing listens beyond loopback: no shared TCP store, gloo on the loopback interface."""
+        """Nothing listens beyond loopback: no shared TCP store, gloo and NCCL on the loopback interface."""
         chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {"GLOO_SOCKET_IFNAME": "lo", **child_environment(), **chosen}
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **child_environment(), **chosen}
 
 
 def _say(text: str) -> None:

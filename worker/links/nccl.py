@@ -164,9 +164,8 @@ class NcclReceiver:
             self._streams.beside(lambda: self._group.recv([message], _other(self._hop), TAG).wait())
         except RuntimeError as error:
             raise self._hop.nothing_came(step_id, reason(error)) from None
-        arrived = self._streams.beside(lambda: slot.trailer.copy_(trailer, non_blocking=True))
-        self._streams.hold(arrived)
-        return arrived
+        # Whoever reads the message does so behind this event, which the host waits for: the compute stream need not.
+        return self._streams.beside(lambda: slot.trailer.copy_(trailer, non_blocking=True))
 
 
 def _other(hop: Hop) -> int:
