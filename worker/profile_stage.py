@@ -1,12 +1,13 @@
 """What does a step cost in each part of a model, here and now?
 
 Measured through the classes that will serve, with weights made up: their values don't change the time. Their places do.
-A single layer run again and again would sit in the processor's cache and look several times cheaper than it is among
+A single layer run again and again would stay in the processor's cache and look cheaper than it is among
 others, and memory that was never written is one page of zeros, which is always in the cache. So there are as many
 layers as a stage will hold (up to ``MOST_LAYER_BYTES``, which no cache holds), all of them written, and a round goes
-through all parts in turn, as a step does. The first round warms up; of the others the median counts, part by part, so
-that a disturbance hits all parts alike or is left out. Real weights would tell the same and would have to be loaded
-twice.
+through all parts in turn, as a step does. The first round warms up; of the others each part's least time counts, as
+whatever disturbs can only add: beside four busy processes a core, medians led to one of two splits by chance, the least
+times to the same one in eight of eight starts (SmolLM2-135M over two stages). Real weights would tell the same and would
+have to be loaded twice.
 
 One rank measures while the others wait. Side by side they would share memory bandwidth as they do later, but several
 ranks on few cores take each other's time by chance, and a split needs ratios only.
@@ -15,7 +16,6 @@ ranks on few cores take each other's time by chance, and a split needs ratios on
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ class _Bench:
 
     @torch.inference_mode()
     def run(self) -> dict[tuple[str, str], float]:
-        """Median seconds by kind of step and part."""
+        """Seconds by kind of step and part."""
         self._round({})
         samples: dict[tuple[str, str], list[float]] = {}
         started = time.monotonic()
@@ -193,7 +193,7 @@ class _Bench:
             self._round(samples)
             if time.monotonic() - started > BUDGET_S:
                 break
-        return {key: median(values) for key, values in samples.items()}
+        return {key: min(values) for key, values in samples.items()}
 
     def _round(self, samples: dict[tuple[str, str], list[float]]) -> None:
         for step in self._steps:

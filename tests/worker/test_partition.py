@@ -192,12 +192,13 @@ def test_a_small_gain_does_not_cost_much_of_the_pool() -> None:
 
 def test_the_rule_holds_for_every_split_of_random_models() -> None:
     draw = random.Random(2)
-    for _ in range(60):
+    for _ in range(150):
         num_layers = draw.randint(2, 8)
         num_stages = draw.randint(2, num_layers)
         model = costs([draw.uniform(0.5, 2.0) for _ in range(num_layers)], head=draw.uniform(0, 4))
+        places = list(itertools.accumulate(draw.randint(0, 1) * (stage > 0) for stage in range(num_stages)))
         memory = memory_for(
-            num_layers, [draw.randint(120, 400) for _ in range(num_stages)],
+            num_layers, [draw.randint(60, 400) for _ in range(places[-1] + 1)], place_of_stage=tuple(places),
             layer_bytes=tuple(draw.randint(1, 20) for _ in range(num_layers)), last_bytes=draw.randint(0, 60),
         )  # fmt: skip
         price = model.of_request(MIX, num_stages)
