@@ -5,9 +5,21 @@ from torch import Tensor
 
 
 def paged_attention(
-    q: Tensor, cache: Tensor, query_starts: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+    q: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each query sees its own token's key and all earlier ones of its sequence, in the cache's blocks.
+
+    With a ``window`` it sees only the last so many tokens, its own included. A ``soft_cap`` c turns a scaled score x into
+    c * tanh(x / c). ``sinks`` are scores, one per head, that take their share of the weight and bring no value.
 
     Shapes:
         q:            [T, H, D]
@@ -15,6 +27,7 @@ def paged_attention(
         query_starts: [S + 1]           tokens of sequence s: query_starts[s] up to query_starts[s + 1]
         seq_lens:     [S]               tokens in the cache; the queries are the last of them
         block_table:  [S, max blocks]   only the blocks that hold tokens are looked at
+        sinks:        [H] float32
         returns       [T, H, D], zeros for tokens of no sequence
 
     Head h reads key head h // (H / G). Slots past a sequence's length may hold anything, NaN included.
@@ -27,11 +40,22 @@ def paged_attention(
         raise ValueError(
             f"{query_starts.shape[0]} query starts and {block_table.shape[0]} tables for {seq_lens.shape[0]} sequences"
         )
-    return paged_attention_definition(q, cache, query_starts, seq_lens, block_table, scale)
+    return paged_attention_definition(
+        q, cache, query_starts, seq_lens, block_table, scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
 
 
 def paged_attention_definition(
-    q: Tensor, cache: Tensor, query_starts: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+    q: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     block_size = cache.shape[2]
@@ -42,8 +66,16 @@ def paged_attention_definition(
         k, v = cache[:, blocks].flatten(1, 2)[:, :length].float()  # [L, G, D] each
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("thd,lhd->htl", q[start:end].float(), k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         last_seen = torch.arange(length - (end - start), length, device=q.device)
-        hidden = torch.arange(length, device=q.device)[None] > last_seen[:, None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        tokens = torch.arange(length, device=q.device)
+        hidden = tokens > last_seen[:, None]
+        if window is not None:
+            hidden |= tokens <= last_seen[:, None] - window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - start, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         out[start:end] = torch.einsum("htl,lhd->thd", weights, v).to(q.dtype)
     return out

@@ -1,7 +1,10 @@
 """The gate of a Llama MLP: silu(gate) * up."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+from kernels.cpu.native import DTYPES, native_for
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -15,7 +18,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"rows of {gate_up.shape[-1]} elements have no two halves")
-    return silu_mul_definition(gate_up)
+    native = native_for(gate_up)
+    if native is None or not gate_up.is_contiguous():
+        return silu_mul_definition(gate_up)
+    width = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
+    native.silu_mul(
+        out.data_ptr(),
+        gate_up.data_ptr(),
+        out.numel() // max(width, 1),
+        width,
+        DTYPES[out.dtype],
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def silu_mul_definition(gate_up: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ class NativeLibrary:
 
         self.rms_norm = self._function("rms_norm", *[_POINTER] * 5, _INT64, _INT64, _FLOAT, _INT, _INT)
         self.rope = self._function("rope", *[_POINTER] * 3, *[_INT64] * 4, _INT, _INT)
+        self.attention = self._function("attention", *[_POINTER] * 7, *[_INT64] * 8, _FLOAT, _FLOAT, _INT, _INT)
+        self.append_kv = self._function("append_kv", *[_POINTER] * 4, *[_INT64] * 6, _INT, _INT)
         self.silu_mul = self._function("silu_mul", _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
 
     def _function(self, name: str, *argument_types: type) -> Callable[..., None]:
@@ -86,7 +88,11 @@ def _lend_threads(library: ctypes.CDLL) -> bool:
 
 def _loaded_openmp() -> list[str]:
     maps = Path("/proc/self/maps")
-    paths = {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if "/" in line} if maps.exists() else set()
+    paths = (
+        {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if "/" in line}
+        if maps.exists()
+        else set()
+    )
     return sorted(path for path in paths if Path(path).name.startswith(_OPENMP_RUNTIMES))
 
 
@@ -105,9 +111,8 @@ def native_library() -> NativeLibrary | None:
 
 
 def native_for(*tensors: Tensor) -> NativeLibrary | None:
-    """The library, when all of these are contiguous, on the CPU, of one type that it knows, and need no gradient."""
+    """The library, when all of these are on the CPU and of one type that it knows. Their strides are the caller's matter."""
     first = tensors[0]
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            return None
-    return native_library() if first.dtype in DTYPES else None
+    if first.dtype not in DTYPES or any(t.device.type != "cpu" or t.dtype != first.dtype for t in tensors):
+        return None
+    return native_library()

@@ -6,9 +6,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.kv_cache import append_kv
 from kernels.paged_attention import paged_attention
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
 from kernels.silu_mul import silu_mul
+from tests.native import INSTRUCTION_SETS, use_instruction_set
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest value: half a unit in the last place, and a little."""
@@ -17,6 +18,12 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     gap = (actual.double() - expected).abs().max() / expected.abs().max()
     assert gap <= TOLERANCES[actual.dtype], f"relative difference {gap.item()}"
+
+
+@pytest.fixture(autouse=True, params=[*INSTRUCTION_SETS, "torch"])
+def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test for each instruction set, and without native code."""
+    use_instruction_set(request.param, monkeypatch)
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)
@@ -38,6 +45,19 @@ def test_rms_norm(dtype: torch.dtype, num_tokens: int) -> None:
         rms_norm(x, weight[:95], 1e-5)
 
 
+@pytest.mark.parametrize("width", [96, 33])
+def test_add_rms_norm(dtype: torch.dtype, width: int) -> None:
+    x, delta = (torch.randn(7, width) * 3).to(dtype), torch.randn(7, width).to(dtype)
+    before, weight = (x.clone(), delta.clone()), torch.randn(width)
+    total, out = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(x, before[0]) and torch.equal(delta, before[1])
+    wide = total.double()
+    assert_close(out, wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    with pytest.raises(ValueError, match="do not fit"):
+        add_rms_norm(x, delta[:6], weight, 1e-5)
+
+
 def test_rms_norm_of_tiny_and_huge_rows() -> None:
     assert torch.equal(rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6), torch.zeros(1, 8))
     huge = rms_norm(torch.full((1, 8), 1e4, dtype=torch.float16), torch.ones(8), 1e-6)
@@ -45,16 +65,14 @@ def test_rms_norm_of_tiny_and_huge_rows() -> None:
 
 
 def test_rope_is_a_turn_in_the_complex_plane(dtype: torch.dtype) -> None:
-    x = torch.randn(5, 3, 16).to(dtype)
-    before, angles = x.clone(), torch.rand(5, 8, dtype=torch.float64) * 1000
-    out = apply_rope(x, angles.cos().float(), angles.sin().float())
-    turned = (
-        torch.complex(x.double()[..., :8], x.double()[..., 8:])
-        * torch.polar(torch.ones(5, 8).double(), angles)[:, None]
-    )
-    assert out.dtype == dtype
-    assert torch.equal(x, before)
-    assert_close(out, torch.cat((turned.real, turned.imag), -1))
+    whole = torch.randn(5, 4, 24).to(dtype)
+    before, angles = whole.clone(), torch.rand(5, 12, dtype=torch.float64) * 1000
+    heads = whole[:, :3]
+    x = heads.double()
+    apply_rope(heads, angles.cos().float(), angles.sin().float())
+    turned = torch.complex(x[..., :12], x[..., 12:]) * torch.polar(torch.ones(5, 12).double(), angles)[:, None]
+    assert_close(heads, torch.cat((turned.real, turned.imag), -1))
+    assert torch.equal(whole[:, 3:], before[:, 3:])
 
 
 def test_rope_checks_its_arguments() -> None:

@@ -40,6 +40,11 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities]
 
     @staticmethod
+    def missing() -> str | None:
+        """What it would need and this process does not have."""
+        return None
+
+    @staticmethod
     @abstractmethod
     def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor."""
@@ -96,24 +101,26 @@ def select_backend(
     obstacles: list[str] = []
     for candidate in candidates:
         backend = _BACKENDS[candidate]
-        obstacle = _obstacle(backend.capabilities, device, dtype, head_size, block_size)
+        obstacle = _obstacle(backend, device, dtype, head_size, block_size)
         if obstacle is None:
             reason = "asked for" if name != "auto" else "first that fits" + "".join(f"; {o}" for o in obstacles)
             logger.info("attention backend %s (%s)", candidate, reason)
             return backend()
-        obstacles.append(f"{candidate} does not serve {obstacle}")
+        obstacles.append(f"{candidate} {obstacle}")
     raise ConfigError(FIELD, f"{name} cannot be used: {'; '.join(obstacles)}")
 
 
 def _obstacle(
-    can: Capabilities, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
+    backend: type[AttentionBackend], device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
 ) -> str | None:
+    can = backend.capabilities
     if device.type not in can.device_types:
-        return f"device {device.type}"
+        return f"does not serve device {device.type}"
     if dtype not in can.dtypes:
-        return f"dtype {str(dtype).removeprefix('torch.')}"
+        return f"does not serve dtype {str(dtype).removeprefix('torch.')}"
     if can.head_sizes is not None and head_size not in can.head_sizes:
-        return f"head size {head_size}"
+        return f"does not serve head size {head_size}"
     if can.block_sizes is not None and block_size not in can.block_sizes:
-        return f"block size {block_size}"
-    return None
+        return f"does not serve block size {block_size}"
+    missing = backend.missing()
+    return f"lacks {missing}" if missing else None

@@ -103,7 +103,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common: CommonAttentionMetadata) -> TorchMetadata:
         lengths, starts = common.seq_lens.tolist(), common.query_starts.tolist()
         prefills = tuple(
-            _Prefill(start=starts[s], end=starts[s + 1], slots=to_device(self._slots(common, [s], lengths[s])[0], self.device))
+            _Prefill(
+                start=starts[s],
+                end=starts[s + 1],
+                slots=to_device(self._slots(common, [s], lengths[s])[0], self.device),
+            )
             for s in range(common.num_decodes, len(lengths))
             if starts[s + 1] > starts[s]
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 from worker.layers.weight_slot import WeightSlot
 
 
@@ -18,6 +18,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of that."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return {f"{self.name}.weight": WeightSlot(shape=tuple(self.weight.shape), load=self.weight.copy_)}

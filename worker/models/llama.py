@@ -47,7 +47,8 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, metadata: Any) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_size)  # [T, H + 2 * G, D]
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = apply_rope(qk, cos, sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        apply_rope(qk, cos, sin)
+        q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
         self.backend.write(cache, k, v, metadata)
         return self.out(self.backend.attend(q, cache, metadata, self.scale).flatten(1))
 
@@ -84,9 +85,17 @@ class LlamaLayer(nn.Module):
         )
         self.mlp = LlamaMLP(config, f"{name}.mlp", dtype, device)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, metadata: Any) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, cache, metadata)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def forward(
+        self, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: Tensor, metadata: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The residual sum and what is still to be added to it: the next norm adds and normalises in one pass."""
+        if delta is None:
+            normed = self.attention_norm(hidden)
+        else:
+            hidden, normed = self.attention_norm.after_adding(hidden, delta)
+        delta = self.attention(normed, cos, sin, cache, metadata)
+        hidden, normed = self.mlp_norm.after_adding(hidden, delta)
+        return hidden, self.mlp(normed)
 
 
 class LlamaStage(StageModel):
@@ -125,9 +134,10 @@ class LlamaStage(StageModel):
 
     def forward(self, hidden: Tensor, positions: Tensor, caches: list[Tensor], metadata: Any) -> Tensor:
         cos, sin = self.angles(positions)
+        delta = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, cos, sin, cache, metadata)
-        return hidden
+            hidden, delta = layer(hidden, delta, cos, sin, cache, metadata)
+        return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None and self.head is not None, "only the last stage has a head"

@@ -144,7 +144,7 @@ INLINE Vec exponential(Vec x) {
     power = power * rest * rest + rest + 1.0f;
     const IntVec exponent = (bit_cast<IntVec>(shifted) - 0x4b400000) << 23;
     const Vec result = bit_cast<Vec>(bit_cast<IntVec>(power) + exponent);
-    return x < -87.3f ? splat(0.0f) : result;
+    return x >= -87.3f ? result : (x == x ? splat(0.0f) : x);
 }
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

@@ -1,0 +1,86 @@
+"""How does native code attend on the CPU? It reads the cache in place, so a step's metadata is little more than its tables."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import native
+from kernels.panel_attention import HEAD_SIZES, append_panels, panel_attention, panel_cache_shape
+from worker.attention.metadata import CommonAttentionMetadata
+from worker.attention.registry import AttentionBackend, AttentionMetadataBuilder, Capabilities, register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuMetadata:
+    slots: Tensor
+    """[T] int64, -1 for padding."""
+    query_starts: Tensor
+    """[S + 1] int32"""
+    seq_lens: Tensor
+    """[S] int32"""
+    block_table: Tensor
+    """[S, blocks of the longest sequence] int32"""
+    has_padding: bool
+    """Some tokens belong to no sequence."""
+
+
+@register
+class CpuBackend(AttentionBackend):
+    name = "cpu"
+    capabilities = Capabilities(
+        device_types=frozenset({"cpu"}),
+        dtypes=frozenset(native.DTYPES),
+        head_sizes=HEAD_SIZES,
+        block_sizes=frozenset(1 << bits for bits in range(4, 13)),
+    )
+
+    @staticmethod
+    def missing() -> str | None:
+        return "native code (no compiler when Brigade was installed?)" if native.native_library() is None else None
+
+    @staticmethod
+    def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return panel_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    def make_builder(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "CpuMetadataBuilder":
+        return CpuMetadataBuilder(block_size)
+
+    def write(self, cache: Tensor, k: Tensor, v: Tensor, metadata: CpuMetadata) -> None:
+        append_panels(cache, k, v, metadata.slots)
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: CpuMetadata, scale: float) -> Tensor:
+        return panel_attention(
+            q,
+            cache,
+            metadata.query_starts,
+            metadata.seq_lens,
+            metadata.block_table,
+            scale,
+            has_padding=metadata.has_padding,
+        )
+
+
+class CpuMetadataBuilder(AttentionMetadataBuilder):
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
+        num_blocks = -(-common.max_seq_len // self.block_size)
+        num_queries = common.query_starts.diff()
+        return CpuMetadata(
+            slots=common.slots.clone(),
+            query_starts=common.query_starts.clone(),
+            seq_lens=common.seq_lens.clone(),
+            block_table=common.block_table[:, :num_blocks].clone(memory_format=torch.contiguous_format),
+            has_padding=int(num_queries[common.seq_lens > 0].sum()) < common.slots.shape[0],
+        )
