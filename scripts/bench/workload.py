@@ -14,7 +14,7 @@ from ipc.aclient import AsyncTokenClient
 from ipc.errors import EngineError
 from scripts.bench.cases import PEER_CASES, Case, CaseType, Figures, fresh_prompts, peer_prompts, run_case
 from scripts.bench.engine import Engine
-from scripts.bench.results import fail
+from scripts.bench.results import fail, say
 
 WARM_UP = (Case(1, 32, 16), Case(16, 128, 16))
 """Enough steps for the cost model's first fits; with prompts that do not come again."""
@@ -38,9 +38,12 @@ def command(cases: tuple[Case, ...], name: str | None, words: tuple[str, ...]) -
 async def _run(address: str, cases: tuple[Case, ...], name: str | None) -> None:
     async with AsyncTokenClient(address, name="brigade-bench") as client:
         model = client.model
+        say("engine ready")
         for case in WARM_UP:
+            say(f"warming with {case}")
             await run_case(client, case, fresh_prompts(case, 0, model.vocab_size))
         for case in cases:
+            say(f"measuring {case}")
             figures = await run_case(client, case, peer_prompts(case))
             click.echo(json.dumps(line(name or f"brigade stages={model.num_stages}", case, figures)))
 
