@@ -228,8 +228,8 @@ class _Search:
                 low = limit
             else:
                 packed, high = tighter, self._slowest(tighter)
-        balanced = self._balance(high * (1 + _TIE))
-        if self.memory is None or self.memory.num_blocks(balanced) >= self.memory.num_blocks(packed):
+        balanced = self._balance(high * (1 + _TIE), num_blocks)
+        if self.memory is None or self.memory.num_blocks(balanced) >= num_blocks:
             return balanced
         return packed
 
@@ -250,9 +250,7 @@ class _Search:
 
         So each prefix of stages covers as many layers as it can: if the last stage can't take the rest, no split can.
         """
-        places = self.memory.place_of_stage if self.memory else (0,) * self.num_stages
-        left, needs = self.memory.room_for(num_blocks) if self.memory else ([0], [0] * self.num_layers)
-        taken = [0, *accumulate(needs)]
+        places, left, taken = self._room(num_blocks)
         bounds = [0]
         for stage in range(self.num_stages):
             later, place, start = self.num_stages - 1 - stage, places[stage], bounds[-1]
@@ -270,9 +268,14 @@ class _Search:
             bounds.append(end)
         return _ranges(bounds) if bounds[-1] == self.num_layers else None
 
-    def _balance(self, limit: float) -> Split:
-        """Of all splits within the time limit, of which there is one, that with the least sum of squared times."""
+    def _balance(self, limit: float, num_blocks: int) -> Split:
+        """Of all splits within the time limit, of which there is one, that with the least sum of squared times.
+
+        Memory is heeded where a stage has its own.
+        """
         num_layers, last = self.num_layers, self.num_stages - 1
+        places, left, taken = self._room(num_blocks)
+        room = [left[place] if places.count(place) == 1 else 1 << 80 for place in places]
         infinite = float("inf")
         rest = [infinite] * num_layers + [0.0]  # least sum of the stages behind, if they start at this layer
         ends: list[list[int]] = []
@@ -281,7 +284,7 @@ class _Search:
             for start in range(stage, num_layers):
                 for end in range(start + 1, num_layers + 1):
                     seconds = self._seconds(stage, start, end)
-                    if seconds > limit:
+                    if seconds > limit or taken[end] - taken[start] > room[stage]:
                         break
                     total = seconds * seconds + rest[end]
                     # Of equal ones that with more layers on the earlier stage, as in an even split.
@@ -293,6 +296,13 @@ class _Search:
         for stage_ends in reversed(ends):
             bounds.append(stage_ends[bounds[-1]])
         return _ranges(bounds)
+
+    def _room(self, num_blocks: int) -> tuple[tuple[int, ...], list[int], list[int]]:
+        """Place of each stage, bytes for layers in each place, and what the first n layers take with so large a pool."""
+        if self.memory is None:
+            return (0,) * self.num_stages, [0], [0] * (self.num_layers + 1)
+        left, needs = self.memory.room_for(num_blocks)
+        return self.memory.place_of_stage, left, [0, *accumulate(needs)]
 
     def _seconds(self, stage: int, start: int, end: int) -> float:
         seconds = self._times[end] - self._times[start]
