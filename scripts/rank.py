@@ -17,6 +17,7 @@ from ipc.endpoints import (
     RunDirectory,
     TorchrunEnvironment,
     check_listen_address,
+    let_waiting_threads_sleep,
     local_address_towards,
     process_start,
     read_torchrun,
@@ -58,6 +59,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, options: dict[str, Any]) -> int:
+    let_waiting_threads_sleep()
     _check_shape(place, options)
     config = read_model_config(options["model"])
     split_layers(config.num_layers, place.world_size, options["pipeline_partition"])

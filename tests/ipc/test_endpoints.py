@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from ipc import endpoints
-from ipc.endpoints import MAX_IPC_PATH, RunDirectory, check_listen_address, make_private, process_start, read_torchrun
+from ipc.endpoints import (
+    MAX_IPC_PATH,
+    RunDirectory,
+    check_listen_address,
+    let_waiting_threads_sleep,
+    make_private,
+    process_start,
+    read_torchrun,
+)
 from ipc.errors import ConfigError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -19,6 +27,34 @@ def test_torchrun_environment_is_read_and_its_absence_is_explained() -> None:
     assert (place.rank, place.world_size, place.num_agents, place.uses_agent_store) == (1, 2, 2, True)
     with pytest.raises(ConfigError, match="not started by torchrun.*brigade serve"):
         read_torchrun({})
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "1000"}, {"KMP_BLOCKTIME": "5"}]
+)
+def test_how_threads_wait_is_the_users_choice(chosen: dict[str, str]) -> None:
+    environment = {"OMP_NUM_THREADS": "3", **chosen}
+    let_waiting_threads_sleep(environment)
+    assert environment == {"OMP_NUM_THREADS": "3", **chosen}
+
+
+def test_threads_that_wait_sleep() -> None:
+    """A rank's modules leave torch, and with it OpenMP, for later; then OpenMP hears of it."""
+    script = (
+        "import sys, scripts.rank\n"
+        "assert 'torch' not in sys.modules\n"
+        "scripts.rank.let_waiting_threads_sleep()\n"
+        "import torch\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in endpoints.WAIT_POLICY_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, "OMP_DISPLAY_ENV": "TRUE"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    if "OMP_WAIT_POLICY" not in done.stderr:
+        pytest.skip("this torch's OpenMP does not display its settings")
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
 
 
 @pytest.mark.parametrize("length", [10, 150])
