@@ -7,6 +7,8 @@ same draw comes out in any batch, after a restart, and from a vocabulary that is
 import torch
 from torch import Tensor
 
+from kernels.cpu.native import native_for
+
 _LOW_31_BITS = 0x7FFFFFFF
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
@@ -79,6 +81,25 @@ def _hash(ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def _xor_shift(bits: Tensor, scratch: Tensor, count: int) -> None:
     torch.bitwise_right_shift(bits, count, out=scratch)
     bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The largest logit's id in each row; of equal ones the lowest.
+
+    Shapes:
+        logits:  [S, V] float32, V > 0; a row with NaN gets some id in range
+        returns  [S] int64
+
+    Bytes: logits read once.
+    """
+    if logits.dtype != torch.float32:
+        raise TypeError(f"logits must be float32, got {logits.dtype}")
+    library = native_for(logits)
+    if library is None or not logits.is_contiguous():
+        return logits.argmax(dim=1)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    library.argmax(tokens.data_ptr(), logits.data_ptr(), *logits.shape, torch.get_num_threads())
+    return tokens
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

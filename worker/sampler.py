@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sampling import gumbel_noise, nucleus, top_tokens
+from kernels.sampling import gumbel_noise, most_likely, nucleus, top_tokens
 
 _ELEMENTS_AT_ONCE = 1 << 18
 """Rows are worked on in pieces of this size: they stay in a core's cache while a dozen passes go over them."""
@@ -96,7 +96,7 @@ def _piece_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
 
 
 def _argmax(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    return (logits if len(rows) == logits.shape[0] else logits[rows]).argmax(dim=1)
+    return most_likely(logits if len(rows) == logits.shape[0] else logits[rows])
 
 
 def _draw_from_all(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from kernels.kv_cache import append_kv
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
+from kernels.sampling import most_likely
 from kernels.silu_mul import silu_mul
 from tests.native import INSTRUCTION_SETS, use_instruction_set
 
@@ -145,3 +146,17 @@ def test_paged_attention_against_contiguous_sdpa() -> None:
         paged_attention(q[..., :4], cache, torch.tensor([0, 5]), torch.tensor([14]), table, 0.3)
     with pytest.raises(ValueError, match="sequences"):
         paged_attention(q, cache, torch.tensor([0, 5]), torch.tensor([14, 3]), table, 0.3)
+
+
+def test_most_likely() -> None:
+    logits = torch.randn(5, 5001).round(decimals=1)
+    logits[1, [7, 1030, 4999, 5000]] = 9.0
+    logits[2, 5000] = 9.0
+    logits[3] = -torch.inf
+    logits[4, 4095:4097] = torch.inf
+    assert most_likely(logits).tolist() == [int(logits[0].argmax()), 7, 5000, 0, 4095]
+    assert most_likely(logits[:, :3]).tolist() == logits[:, :3].argmax(1).tolist()
+    logits[:, ::3] = torch.nan
+    assert (most_likely(logits) < 5001).all() and (most_likely(logits) >= 0).all()
+    with pytest.raises(TypeError, match="float32"):
+        most_likely(logits.bfloat16())

@@ -1,0 +1,39 @@
+"""Do all attention backends give the same tokens to the same engine steps?"""
+
+import random
+
+import pytest
+
+from tests.native import INSTRUCTION_SETS
+from tests.worker.pipeline import Pipeline, Plans, tokens_of
+
+pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
+
+
+def generate(pipeline: Pipeline) -> dict[int, list[int]]:
+    """Prompts that come at different times and in chunks, beside decodes that cross block edges."""
+    plans = Plans()
+    got: dict[int, list[int]] = {}
+    waiting = {row: random.Random(row).choices(range(3, 512), k=length) for row, length in enumerate((1, 15, 33, 50))}
+    left = {row: len(prompt) for row, prompt in waiting.items()}
+    for step in range(40):
+        if step % 3 == 0 and waiting:
+            row, prompt = waiting.popitem()
+            plans.add(row, prompt)
+            got[row] = []
+        counts = {row: min(left[row], 20) or 1 for row in got}
+        for row, count in counts.items():
+            left[row] = max(0, left[row] - count)
+        for row, token_id in tokens_of(pipeline.run(plans.step(counts))).items():
+            got[row].append(token_id)
+    return got
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ids_are_equal(checkpoints, num_stages: int) -> None:
+    results = {
+        backend: generate(Pipeline(checkpoints.fx_r, num_stages, attention_backend=backend))
+        for backend in ("torch", "cpu")
+    }
+    assert results["cpu"] == results["torch"]
+    assert min(len(tokens) for tokens in results["cpu"].values()) > 20
