@@ -20,6 +20,7 @@ from engine.cost_model import Coefficients
 from engine.in_flight import InFlightStep
 from engine.scheduler import SchedulerConfig
 from ipc.codec import decode, encode
+from ipc.endpoints import let_waiting_threads_sleep
 from ipc.errors import PeerLost
 from ipc.messages import ModelRunnerOutput, SchedulerOutput
 from scripts.bench.cases import Case
@@ -186,10 +187,13 @@ class StageProcesses:
 
 
 def _start(job: StageJob, cores: set[int]) -> "subprocess.Popen[str]":
+    # As a rank's, whom torchrun gives the number of threads.
+    environment = {**clean_environment(), "OMP_NUM_THREADS": str(job.num_threads)}
+    let_waiting_threads_sleep(environment)
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.bench.replay_stage", json.dumps(asdict(job))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env={**clean_environment(), "OMP_NUM_THREADS": str(job.num_threads)},
+        env=environment,
     )  # fmt: skip
     # Before it has made any thread: they inherit it.
     os.sched_setaffinity(process.pid, cores)
