@@ -44,6 +44,7 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
+            self.compiler.force = True  # it would take a library newer than all objects for one that is made of them
             objects = [self._compile("runtime.cpp", [f'-DSOURCE_DIGEST="{source_digest()}"'])]
             for name, flags in INSTRUCTION_SETS.items():
                 objects += self._compile_set(name, flags)
