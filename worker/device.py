@@ -1,13 +1,10 @@
 """Where, with which numbers and with how many threads does this rank compute?"""
 
-import logging
 import os
 
 import torch
 
 from ipc.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,10 +24,15 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
             raise ConfigError("--device", "cuda: this machine has no CUDA device that torch can use; use --device cpu")
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % num_gpus)
-    if local_rank >= num_gpus:
-        logger.info("local rank %d shares %s: there are more ranks than GPUs (%d) here", local_rank, device, num_gpus)
     torch.cuda.set_device(device)
     return device
+
+
+def sharing_note(local_rank: int, device: torch.device) -> str:
+    """What the log says behind the device's name; empty for a rank that has the device of its number."""
+    if device.type != "cuda" or device.index == local_rank:
+        return ""
+    return f" (shared: local rank {local_rank} has no GPU of its own)"
 
 
 def device_identity(device: torch.device) -> str:

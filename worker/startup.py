@@ -14,7 +14,7 @@ from ipc.errors import ConfigError
 from ipc.messages import KVCacheConfig
 from worker.attention import AttentionBackend, select_backend
 from worker.auto_partition import agree_on_split
-from worker.device import choose_num_threads, resolve_device, resolve_dtype
+from worker.device import choose_num_threads, resolve_device, resolve_dtype, sharing_note
 from worker.epoch_store import EpochStore
 from worker.memory import memory_for
 from worker.models import StageModel, build_stage, check_weights, load_weights
@@ -91,8 +91,8 @@ def load_stage(
         weight_bytes = load_weights(model, checkpoint, progress)
     load_s = time.monotonic() - started
     logger.info(
-        "stage %d of %d: layers %d to %d on %s in %s, %d thread%s, weights %.1f MB loaded in %.1f s",
-        topology.stage, topology.num_stages, layers[0], layers[-1], device, str(dtype).removeprefix("torch."),
+        "stage %d of %d: layers %d to %d on %s%s in %s, %d thread%s, weights %.1f MB loaded in %.1f s",
+        topology.stage, topology.num_stages, layers[0], layers[-1], device, sharing_note(settings.local_rank, device), str(dtype).removeprefix("torch."),
         num_threads, "" if num_threads == 1 else "s", weight_bytes / 1e6, load_s,
     )  # fmt: skip
     return LoadedStage(

@@ -28,9 +28,8 @@ from ipc.messages import (
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread, Item
 from worker.device import choose_num_threads, device_identity
-from worker.epoch_store import EpochStore, open_store
 from worker.lifeline import die_with_parent
-from worker.links.opening import Links, open_links
+from worker.links.opening import Links, Meeting, meet, open_links
 from worker.memory import free_memory, memory_for
 from worker.model_runner import ModelRunner
 from worker.settings import WorkerSettings
@@ -194,10 +193,11 @@ class Worker:
         """Until the core says Shutdown. Raises ConfigError, PeerLost, ProtocolError."""
         try:
             start = self._next(EpochStart)
-            store = open_store(self._settings, start) if self._topology.num_stages > 1 else None
+            meeting = meet(self._settings, self._topology, start) if self._topology.num_stages > 1 else None
+            store = None if meeting is None else meeting.store
             loaded = load_stage(self._settings, self._topology, store=store, ranks_on_host=start.ranks_on_host)
             self._report_loaded(start, loaded)
-            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, store)
+            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, meeting)
         except _ShutdownRequested:
             return
         try:
@@ -234,7 +234,7 @@ class Worker:
         ))
 
     def _initialize_from_config(
-        self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage, store: EpochStore | None
+        self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage, meeting: Meeting | None
     ) -> Stage:
         """Make the cache tensors and the links, use everything once, and report ready."""
         settings, started = self._settings, time.monotonic()
@@ -253,7 +253,7 @@ class Worker:
                 max_model_len=kv.max_model_len,
                 block_size=kv.block_size,
             )
-        stage = self._connect(runner, start, loaded, store)
+        stage = self._connect(runner, start, loaded, meeting)
         stage.warm_up(kv.max_model_len, kv.block_size)
         kv_bytes = sum(cache.nbytes for cache in caches)
         warmup_s = time.monotonic() - started
@@ -265,12 +265,12 @@ class Worker:
         return stage
 
     def _connect(
-        self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage, store: EpochStore | None
+        self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage, meeting: Meeting | None
     ) -> Stage:
         settings, topology = self._settings, self._topology
         links, token_outbox = Links(receiver=None, sender=None), None
-        if store is not None:
-            links = open_links(settings, topology, loaded.model.boundary(), loaded.device, store, start.epoch)
+        if meeting is not None:
+            links = open_links(settings, topology, meeting, loaded.model.boundary(), start.epoch)
             if topology.is_last:
                 token_outbox = TokenOutbox(self._context, address=start.token_address, epoch=start.epoch)
             if self._token_inbox is not None:

@@ -1,6 +1,5 @@
 """Free memory as a rank sees it, and where, with what and with how many threads it computes."""
 
-import logging
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from ipc.errors import ConfigError
-from worker.device import choose_num_threads, device_identity, resolve_device, resolve_dtype
+from worker.device import choose_num_threads, device_identity, resolve_device, resolve_dtype, sharing_note
 from worker.memory import free_host_memory, free_memory, resident_bytes
 
 GB = 1 << 30
@@ -99,17 +98,16 @@ def test_devices(monkeypatch):
         resolve_device("tpu", 0)
 
 
-def test_fewer_gpus_than_ranks(monkeypatch, caplog):
+def test_fewer_gpus_than_ranks(monkeypatch):
     """Ranks share them in turn, and say so."""
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert resolve_device("auto", 1) == torch.device("cuda", 1)
-    assert caplog.messages == []
     for name in ("auto", "cuda"):
         assert [resolve_device(name, rank).index for rank in (2, 3, 4)] == [0, 1, 0]
-    assert caplog.messages[0] == "local rank 2 shares cuda:0: there are more ranks than GPUs (2) here"
+    assert sharing_note(2, torch.device("cuda", 0)) == " (shared: local rank 2 has no GPU of its own)"
+    assert sharing_note(1, torch.device("cuda", 1)) == sharing_note(1, torch.device("cpu")) == ""
     assert resolve_device("cpu", 2) == torch.device("cpu")
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from ipc.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
+from ipc.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerLoaded, WorkerReady
 from tests.oracle import Oracle
 from tests.worker.fake_core import EPOCH, FakeCore
 from tests.worker.pipeline import Plans, tokens_of
 
 pytestmark = pytest.mark.e2e
 
-TRANSPORTS = ["gloo", "staged"]
+TRANSPORTS = ["gloo", pytest.param("staged", marks=pytest.mark.slow)]
 """Those that run without a GPU; the device that is staged from is then the CPU."""
 
 
@@ -42,7 +42,7 @@ def plan_of(step_id: int, num_tokens: int) -> SchedulerOutput:
     return plans.step({0: num_tokens}, needs=0)
 
 
-@pytest.mark.parametrize(("num_ranks", "transport"), [(2, "staged"), (3, "staged"), (5, "gloo")])
+@pytest.mark.parametrize(("num_ranks", "transport"), [(3, "staged"), (5, "gloo")])
 def test_any_number_of_stages_gives_the_same_tokens(core_for, checkpoints, num_ranks, transport):
     core, plans, prompt = core_for(num_ranks, transport=transport), Plans(), list(range(10, 47))
     core.become_ready()
@@ -121,7 +121,7 @@ def test_hops_are_used_before_ready(core_for):
     core.begin()
     core.expect_loaded_and_configure(1, EPOCH)
     failed = core.expect(WorkerFailed, 1, timeout_s=20)
-    assert failed.cause.startswith("rank 1: could not connect to the other 1 ranks: nothing from rank 0 in the epoch's store")
+    assert failed.cause.startswith("rank 1: could not connect to the other 1 ranks: ")
     assert not any(isinstance(message, WorkerReady) for _, message in core._seen)
 
 
@@ -136,8 +136,8 @@ def test_a_wish_that_can_not_be_met_is_refused_by_every_rank(core_for, wishes, w
     core = core_for(2)
     core.settings_of_rank = {rank: {"transport": wish} for rank, wish in enumerate(wishes)}
     core.begin()
-    core.configure()
     for rank in range(2):
         failed = core.expect(WorkerFailed, rank)
         assert (failed.fatal, failed.cause) == (True, words)
         assert core.wait(rank)[0] == 3
+    assert not any(isinstance(message, WorkerLoaded) for _, message in core._seen), "weights were read for nothing"

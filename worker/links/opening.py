@@ -4,10 +4,11 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined,unused-ignore]
 
 from ipc.endpoints import host_id
-from worker.device import device_identity
+from ipc.messages import EpochStart
+from worker.device import device_identity, resolve_device
+from worker.epoch_store import EpochStore, open_store
 from worker.links.choice import Choice, Offer, choose_transport, exchange_offers
 from worker.links.gloo import (
     NUM_RECEIVE_BUFFERS,
@@ -36,13 +37,24 @@ class Links:
     sender: Sender | None
 
 
-def open_links(
-    settings: WorkerSettings, topology: Topology, boundary: Boundary, device: torch.device, store: Store, epoch: int
-) -> Links:
-    """Connect to the neighbours by the transport that all ranks agree on, and send one message over each hop.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What the ranks of an epoch agreed on before they load."""
 
-    ``store``: no other epoch uses it. Raises PeerLost, and ConfigError for what no restart can cure.
+    store: EpochStore
+    device: torch.device
+    """This rank's."""
+
+    choice: Choice
+
+
+def meet(settings: WorkerSettings, topology: Topology, start: EpochStart) -> Meeting:
+    """Agree with the other ranks on a transport: before weights are read, since a wish may be one that can't be met.
+
+    Raises PeerLost, and ConfigError for what no restart can cure.
     """
+    store = open_store(settings, start)
+    device = resolve_device(settings.device, settings.local_rank)
     offer = Offer(
         rank=topology.rank, host=host_id(), device=device_identity(device), nccl=nccl_version(), wish=settings.transport
     )
@@ -50,9 +62,19 @@ def open_links(
     logger.log(
         logging.INFO if topology.is_first else logging.DEBUG, "hops go by %s: %s", choice.transport, choice.reason
     )
-    transport = _connect(settings, topology, choice, device, store)
+    return Meeting(store=store, device=device, choice=choice)
+
+
+def open_links(
+    settings: WorkerSettings, topology: Topology, meeting: Meeting, boundary: Boundary, epoch: int
+) -> Links:
+    """Connect to the neighbours by the transport agreed on, and send one message over each hop.
+
+    Raises PeerLost, and ConfigError for what no restart can cure.
+    """
+    transport = _connect(settings, topology, meeting)
     links = make_links(settings, topology, boundary, transport, epoch)
-    warm_up(links, boundary, settings.max_num_batched_tokens, device, settings.link_timeout_s)
+    warm_up(links, boundary, settings.max_num_batched_tokens, meeting.device, settings.link_timeout_s)
     return links
 
 
@@ -142,25 +164,23 @@ def warm_up(links: Links, boundary: Boundary, num_tokens: int, device: torch.dev
         links.sender.flush(timeout_s)
 
 
-def _connect(
-    settings: WorkerSettings, topology: Topology, choice: Choice, device: torch.device, store: Store
-) -> Transport:
-    if choice.transport == "nccl":
+def _connect(settings: WorkerSettings, topology: Topology, meeting: Meeting) -> Transport:
+    timeout_s, device = settings.link_timeout_s, meeting.device
+    if meeting.choice.transport == "nccl":
         # In rank order, so that the two sides of a pair never wait for each other across another pair.
         neighbours = [rank for rank in (topology.previous_rank, topology.next_rank) if rank is not None]
-        timeout_s = settings.link_timeout_s
         return NcclTransport({
-            peer: connect_pair(store, rank=topology.rank, peer=peer, device=device, timeout_s=timeout_s)
+            peer: connect_pair(meeting.store, rank=topology.rank, peer=peer, device=device, timeout_s=timeout_s)
             for peer in neighbours
         }, device)  # fmt: skip
     group = connect_group(
-        store,
+        meeting.store,
         rank=settings.rank,
         world_size=settings.world_size,
         host=settings.advertise_host,
-        timeout_s=settings.link_timeout_s,
+        timeout_s=timeout_s,
     )
-    return GlooTransport(group) if choice.transport == "gloo" else StagedTransport(group, device)
+    return GlooTransport(group) if meeting.choice.transport == "gloo" else StagedTransport(group, device)
 
 
 def _streams(device: torch.device) -> Streams:
