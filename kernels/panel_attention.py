@@ -29,7 +29,8 @@ def append_panels(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         k, v:  [T, G, D]         each token's heads contiguous
         slots: [T] int64         slot = block_id * K + offset; -1 marks padding
 
-    Mutates ``cache``. Slots of different tokens never coincide. Raises NativeError without native code.
+    Mutates ``cache``. Slots of different tokens never coincide. Raises IndexError for a slot that isn't there, and
+    NativeError without native code.
 
     Bytes: k and v read and written once.
     """
@@ -38,11 +39,13 @@ def append_panels(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} and {slots.numel()} slots do not fit each other")
     if slots.dtype != torch.int64 or not slots.is_contiguous():
         raise TypeError(f"slots must be contiguous int64, got {slots.dtype}")
-    _required().append_kv(
+    is_done = _required().append_kv(
         cache.data_ptr(), k.data_ptr(), v.data_ptr(), slots.data_ptr(),
-        k.shape[0], _token_stride(k), _token_stride(v), k.shape[1], block_size, k.shape[2],
+        cache.shape[0], k.shape[0], _token_stride(k), _token_stride(v), k.shape[1], block_size, k.shape[2],
         DTYPES[cache.dtype], torch.get_num_threads(),
     )  # fmt: skip
+    if not is_done:
+        raise IndexError(f"a slot lies behind the {cache.shape[0]} blocks of the cache")
 
 
 def panel_attention(
@@ -69,7 +72,8 @@ def panel_attention(
         sinks:        [H] float32
         returns       [T, H, D], zeros for tokens of no sequence
 
-    Without ``has_padding`` every token belongs to a sequence. Raises NativeError without native code.
+    Without ``has_padding`` every token belongs to a sequence. Raises IndexError when starts, lengths or tables point
+    outside of what there is, and NativeError without native code.
 
     Bytes: the keys and values of every sequence, once (prefills: once for every 48 rows).
     """
@@ -86,12 +90,14 @@ def panel_attention(
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         raise ValueError(f"sinks must be {num_heads} float32, got {sinks.dtype} {tuple(sinks.shape)}")
     out = torch.zeros(q.shape, dtype=q.dtype) if has_padding else torch.empty(q.shape, dtype=q.dtype)
-    _required().attention(
+    is_done = _required().attention(
         out.data_ptr(), q.data_ptr(), cache.data_ptr(),
         query_starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), None if sinks is None else sinks.data_ptr(),
-        num_seqs, block_table.stride(0), _token_stride(q), num_heads, num_kv_heads, block_size, q.shape[2],
+        q.shape[0], cache.shape[0], block_table.shape[1], num_seqs, block_table.stride(0), _token_stride(q), num_heads, num_kv_heads, block_size, q.shape[2],
         window or 0, scale, soft_cap or 0.0, DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
+    if not is_done:
+        raise IndexError(f"starts, lengths or tables point outside of {q.shape[0]} tokens and {cache.shape[0]} blocks")
     return out
 
 

@@ -51,14 +51,15 @@ class NativeLibrary:
 
         self.rms_norm = self._function("rms_norm", *[_POINTER] * 5, _INT64, _INT64, _FLOAT, _INT, _INT)
         self.rope = self._function("rope", *[_POINTER] * 3, *[_INT64] * 4, _INT, _INT)
-        self.attention = self._function("attention", *[_POINTER] * 7, *[_INT64] * 8, _FLOAT, _FLOAT, _INT, _INT)
-        self.append_kv = self._function("append_kv", *[_POINTER] * 4, *[_INT64] * 6, _INT, _INT)
+        self.attention = self._function("attention", *[_POINTER] * 7, *[_INT64] * 11, _FLOAT, _FLOAT, _INT, _INT)
+        self.append_kv = self._function("append_kv", *[_POINTER] * 4, *[_INT64] * 7, _INT, _INT)
         self.argmax = self._function("argmax", _POINTER, _POINTER, _INT64, _INT64, _INT)
         self.silu_mul = self._function("silu_mul", _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
 
-    def _function(self, name: str, *argument_types: type) -> Callable[..., None]:
+    def _function(self, name: str, *argument_types: type) -> Callable[..., int]:
+        """What it returns means something only where its source says so."""
         function = self._library[f"{self.instruction_set}_{name}"]
-        function.argtypes, function.restype = argument_types, None
+        function.argtypes, function.restype = argument_types, _INT
         return function
 
 

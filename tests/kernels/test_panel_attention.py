@@ -216,6 +216,31 @@ def test_what_does_not_fit_is_refused() -> None:
         append_panels(step.cache, torch.ones(2, 2, 32), torch.ones(2, 2, 32), torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("block_table", (3, 2), 1 << 30),
+        ("block_table", (3, 2), -1),
+        ("query_starts", (4,), 1000),
+        ("query_starts", (1,), -1),
+        ("query_starts", (2,), 0),
+        ("seq_lens", (1,), -5),
+        ("seq_lens", (1,), 100_000),
+        ("seq_lens", (3,), 10),
+    ],
+)
+def test_nothing_outside_is_touched(name: str, index: tuple[int, ...], value: int) -> None:
+    step = Step(BATCHES["mixed"], torch.float32)
+    getattr(step, name)[index] = value
+    with pytest.raises(IndexError, match="outside"):
+        step.run()
+    before = step.cache.clone()
+    k = torch.ones(2, 2, 32)
+    with pytest.raises(IndexError, match="slot"):
+        append_panels(step.cache, k, k, torch.tensor([0, len(step.cache) * 16]))
+    assert torch.equal(step.cache.nan_to_num(7), before.nan_to_num(7))
+
+
 def test_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(BATCHES["one_token"], torch.float32)
     use_instruction_set("torch", monkeypatch)

@@ -68,6 +68,22 @@ Sight sight(const Problem& p, int32_t seq, int32_t row) {
     return {p.window ? max_(0, last - static_cast<int32_t>(p.window) + 1) : 0, last};
 }
 
+// Whether all that will be read and written is there: plans come from another process.
+bool is_sound(const Problem& p, int64_t num_tokens, int64_t num_blocks, int64_t table_width) {
+    for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+        const int64_t start = p.query_starts[seq], end = p.query_starts[seq + 1], length = p.seq_lens[seq];
+        const int64_t used = (length + p.shape.block_size - 1) / p.shape.block_size;
+        if (start < 0 || end < start || end > num_tokens || length < 0 || used > table_width) return false;
+        if (length > 0 && end - start > length) return false;
+        const int32_t* blocks = p.block_table + seq * p.table_stride;
+        const int64_t first = p.window && length > end - start + p.window ? (length - (end - start) - p.window) / p.shape.block_size : 0;
+        for (int64_t i = first; i < used; ++i) {
+            if (blocks[i] < 0 || blocks[i] >= num_blocks) return false;
+        }
+    }
+    return true;
+}
+
 // Long units first, so that no thread is left with one at the end: sequences as they come, tiles of a sequence from its end.
 // With units null, only counts.
 Plan cut(const Problem& p, Unit* units) {
@@ -331,22 +347,29 @@ void attend(const Problem& p, int num_threads) {
 }  // namespace
 
 // q: tokens q_stride elements apart, [num_heads, head_size] each; out: the same, contiguous; tokens of no sequence are not written.
-// head_size is a multiple of 16 up to 256, block_size a multiple of 16.
-EXPORT(void, attention)
+// head_size is a multiple of 16 up to 256, block_size a multiple of 16. Returns 0, and does nothing, when starts, lengths or
+// tables point outside of what there is.
+EXPORT(int, attention)
 (void* out, const void* q, const void* cache, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* block_table,
- const float* sinks, int64_t num_seqs, int64_t table_stride, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
+ const float* sinks, int64_t num_tokens, int64_t num_blocks, int64_t table_width, int64_t num_seqs, int64_t table_stride, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
  int64_t block_size, int64_t head_size, int64_t window, float scale, float soft_cap, int dtype, int num_threads) {
     const Problem problem{q,        cache,        out,      query_starts, seq_lens,
                           block_table, sinks,     num_seqs, table_stride, q_stride,
                           num_heads, {num_kv_heads, block_size, head_size}, scale, soft_cap, window};
+    if (!is_sound(problem, num_tokens, num_blocks, table_width)) return 0;
     with_type(dtype, [&](auto type) { attend<typename decltype(type)::type>(problem, num_threads); });
+    return 1;
 }
 
-// k, v: tokens k_stride and v_stride elements apart, [num_kv_heads, head_size] each. A negative slot is padding.
-EXPORT(void, append_kv)
-(void* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens, int64_t k_stride, int64_t v_stride,
+// k, v: tokens k_stride and v_stride elements apart, [num_kv_heads, head_size] each. A negative slot is padding. Returns 0, and
+// does nothing, when a slot lies behind the cache.
+EXPORT(int, append_kv)
+(void* cache, const void* k, const void* v, const int64_t* slots, int64_t num_blocks, int64_t num_tokens, int64_t k_stride, int64_t v_stride,
  int64_t num_kv_heads, int64_t block_size, int64_t head_size, int dtype, int num_threads) {
     const CacheShape shape{num_kv_heads, block_size, head_size};
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        if (slots[token] >= num_blocks * block_size) return 0;
+    }
     with_type(dtype, [&](auto type) {
         using T = typename decltype(type)::type;
         parallel_for(num_tokens, 16, num_threads, [&](int64_t token) {
@@ -363,4 +386,5 @@ EXPORT(void, append_kv)
             }
         });
     });
+    return 1;
 }
