@@ -83,14 +83,16 @@ class Stage:
             self._clock.doing(LINK)
             received = self._receiver.wait(plan.step_id)[0]
         self._clock.doing(Kind.FORWARD)
-        self._choose_threads(plan, upcoming)
+        self._begin_computing(plan, upcoming)
         result = self._runner.execute_model(batch, received)
         if self._topology.is_last:
             self._clock.doing(Kind.SAMPLE)
             output = self._runner.sample_tokens(batch, result)
+            self._end_computing()
             self._clock.doing(Kind.RETURN)
             self._return_tokens(output)
             return output
+        self._end_computing()
         assert self._sender is not None
         if batch.num_tokens:
             self._clock.doing(ROOM)
@@ -139,11 +141,18 @@ class Stage:
                 step_id, self._accept, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
             )
 
-    def _choose_threads(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput]) -> None:
+    def _begin_computing(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput]) -> None:
         if self._threads is not None:
             last_sampled_step = None if self._token_inbox is None else self._token_inbox.last_step
             next_plan = upcoming[0] if upcoming else None
-            self._threads.use(is_alone=computes_alone(self._topology, plan, next_plan, last_sampled_step))
+            self._threads.begin(
+                sum(plan.num_scheduled_tokens),
+                is_alone=computes_alone(self._topology, plan, next_plan, last_sampled_step),
+            )
+
+    def _end_computing(self) -> None:
+        if self._threads is not None:
+            self._threads.end()
 
     def _return_tokens(self, output: ModelRunnerOutput) -> None:
         if self._topology.is_first:

@@ -1,33 +1,118 @@
 """With how many threads does a stage compute a step?
 
 Stages on one host share its cores, because they compute side by side. While there is a single request they can't: a step
-of it needs the token of the step before. Then the stage whose turn it is takes all cores.
+of it needs the token of the step before. Then the stage whose turn it is may take all cores. Whether that helps is
+measured: it does on idle cores, and does great harm where others keep them busy, since OpenMP's threads spin at the end of
+every product until the last of them is there.
 """
 
+import ctypes
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from ipc.messages import SchedulerOutput
 from worker.topology import Topology
 
+NEWEST_WEIGHT = 0.2
+"""Of the newest time in the mean."""
+
+_OMP_PAUSE_SOFT = 1  # the OpenMP standard's
+
+RETRY_STEPS = 32
+"""Steps of one kind after which the slower way is tried again, times how much slower it was: so trying costs 3 %."""
+
+
+def let_threads_go() -> None:
+    """End this thread's OpenMP workers: after a product they spin for a while, on cores that another stage wants now.
+
+    New ones start with the next product that wants them, in about 0.1 ms. Does nothing where OpenMP can't.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "omp_pause_resource") and hasattr(library, "omp_get_initial_device"):
+        library.omp_pause_resource(_OMP_PAUSE_SOFT, library.omp_get_initial_device())
+
+
+@dataclass(slots=True)
+class _Way:
+    """How long steps of one kind take with one number of threads."""
+
+    mean_s: float | None = None
+    num_skipped: int = 0
+    """Steps of the kind that went the other way since this one was tried."""
+
+    def add(self, seconds: float) -> None:
+        if self.mean_s is None or self.num_skipped >= RETRY_STEPS:
+            self.mean_s = seconds  # what was known is out of date
+        else:
+            self.mean_s += NEWEST_WEIGHT * (seconds - self.mean_s)
+        self.num_skipped = 0
+
 
 class StepThreads:
     """Sets the number of threads when it changes. All computing is done by the thread that calls this."""
 
-    def __init__(self, *, shared: int, alone: int, set_num_threads: Callable[[int], None] = torch.set_num_threads) -> None:
-        """``shared``: threads while others compute on this host too; ``alone``: while none does."""
+    def __init__(
+        self,
+        *,
+        shared: int,
+        alone: int,
+        set_num_threads: Callable[[int], None] = torch.set_num_threads,
+        let_go: Callable[[], None] = let_threads_go,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``shared``: threads while others compute on this host too; ``alone``: at most, while none does."""
         self._shared = shared
         self._alone = alone
         self._set_num_threads = set_num_threads
+        self._let_go = let_go
+        self._now_s = now_s
         self._current: int | None = None
+        self._ways: dict[int, dict[int, _Way]] = {}
+        self._measured: _Way | None = None
+        self._started_s = 0.0
 
-    def use(self, *, is_alone: bool) -> None:
-        """For what this thread computes from now on."""
-        wanted = self._alone if is_alone else self._shared
-        if wanted != self._current:
-            self._set_num_threads(wanted)
-            self._current = wanted
+    def begin(self, num_tokens: int, *, is_alone: bool) -> None:
+        """Before a step of so many tokens is computed."""
+        self._measured = None
+        if self._shared == self._alone or not is_alone or not num_tokens:
+            self._use(self._shared)
+            return
+        # Steps of alike sizes are of one kind.
+        ways = self._ways.setdefault(num_tokens.bit_length(), {self._alone: _Way(), self._shared: _Way()})
+        chosen = _choose(ways)
+        for number, way in ways.items():
+            way.num_skipped += number != chosen
+        self._use(chosen)
+        self._measured = ways[chosen]
+        self._started_s = self._now_s()
+
+    def end(self) -> None:
+        """The step is computed; another stage may want the cores now."""
+        if self._current != self._shared:
+            self._let_go()
+        if self._measured is not None:
+            self._measured.add(self._now_s() - self._started_s)
+            self._measured = None
+
+    def _use(self, number: int) -> None:
+        if number != self._current:
+            self._set_num_threads(number)
+            self._current = number
+
+
+def _choose(ways: dict[int, _Way]) -> int:
+    """The number of threads that is faster, or one to be tried."""
+    best = min(ways, key=lambda number: ways[number].mean_s or 0.0)
+    best_s = ways[best].mean_s
+    if best_s is None:
+        return best
+    for number, way in ways.items():
+        if way.mean_s is not None and way.num_skipped >= RETRY_STEPS * way.mean_s / best_s:
+            return number
+    return best
 
 
 def computes_alone(

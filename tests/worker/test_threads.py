@@ -1,11 +1,13 @@
 """Does a stage take all cores when no other computes, and only then?"""
 
+import os
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from ipc.messages import CachedRequestData, SchedulerOutput
-from worker.threads import StepThreads, computes_alone
+from worker.threads import StepThreads, computes_alone, let_threads_go
 from worker.topology import Topology
 
 
@@ -87,17 +89,78 @@ def test_the_first_step_of_all_is_alone() -> None:
         assert computes_alone(Topology(rank=stage, num_stages=3), plan(0, 0), None, last_sampled_step)
 
 
-def test_threads_are_set_on_changes_only() -> None:
-    seen: list[int] = []
-    threads = StepThreads(shared=2, alone=8, set_num_threads=seen.append)
-    for is_alone in (False, False, True, True, True, False, True):
-        threads.use(is_alone=is_alone)
-    assert seen == [2, 8, 2, 8]
+class Machine:
+    """Steps take the time that is set for their number of threads."""
+
+    def __init__(self, shared: int = 2, alone: int = 8) -> None:
+        self.now_s = 0.0
+        self.seen: list[int] = []
+        self.num_released = 0
+        self.seconds = {shared: 1.0, alone: 0.5}
+        self.threads = StepThreads(
+            shared=shared, alone=alone, set_num_threads=self.seen.append, let_go=self._let_go, now_s=lambda: self.now_s
+        )
+
+    def _let_go(self) -> None:
+        self.num_released += 1
+
+    def step(self, *, is_alone: bool, num_tokens: int = 1) -> int:
+        self.threads.begin(num_tokens, is_alone=is_alone)
+        self.now_s += self.seconds[self.seen[-1]]
+        self.threads.end()
+        return self.seen[-1]
+
+
+def test_all_cores_only_while_alone_and_set_on_changes_only() -> None:
+    machine = Machine()
+    assert {machine.step(is_alone=False) for _ in range(100)} == {2}
+    assert machine.seen == [2]
+    assert not machine.num_released
+    alone = [machine.step(is_alone=True) for _ in range(300)]
+    assert alone[:2] == [8, 2], "both are tried"
+    assert alone.count(8) >= 0.97 * 300 - 1
+    assert machine.num_released == alone.count(8), "the cores are free when another stage gets its turn"
+    assert machine.step(is_alone=False) == 2
+
+
+def test_cores_that_others_keep_busy_are_left_to_them() -> None:
+    machine = Machine()
+    machine.seconds[8] = 10.0
+    alone = [machine.step(is_alone=True) for _ in range(1000)]
+    assert alone.count(8) == 1 + 1000 // 322, "tried again after 320 steps: it was ten times slower"
+    machine.seconds[8] = 0.5
+    later = [machine.step(is_alone=True) for _ in range(500)]
+    assert later[-100:].count(8) >= 95, "and taken when they are idle"
+
+
+def test_sizes_of_steps_are_judged_apart() -> None:
+    machine = Machine()
+    machine.seconds[8] = 2.0
+    for _ in range(20):
+        machine.step(is_alone=True, num_tokens=1)
+    machine.seconds[8] = 0.1
+    assert [machine.step(is_alone=True, num_tokens=512) for _ in range(4)] == [8, 2, 8, 8]
+    assert machine.step(is_alone=True, num_tokens=1) == 2
 
 
 def test_a_fixed_number_is_set_once() -> None:
-    seen: list[int] = []
-    threads = StepThreads(shared=3, alone=3, set_num_threads=seen.append)
+    machine = Machine(shared=3, alone=3)
     for is_alone in (True, False, True):
-        threads.use(is_alone=is_alone)
-    assert seen == [3]
+        machine.step(is_alone=is_alone)
+    assert machine.seen == [3]
+    assert not machine.num_released
+
+
+def test_workers_end_and_come_again() -> None:
+    before = torch.get_num_threads()
+    x = torch.ones(512, 512)
+    try:
+        torch.set_num_threads(3)
+        expected = (x @ x).sum()
+        busy = len(os.listdir("/proc/self/task"))
+        let_threads_go()
+        assert len(os.listdir("/proc/self/task")) < busy
+        assert (x @ x).sum() == expected
+    finally:
+        torch.set_num_threads(before)
+        let_threads_go()
