@@ -16,8 +16,11 @@ import torch
 from ipc.messages import SchedulerOutput
 from worker.topology import Topology
 
-NEWEST_WEIGHT = 0.2
+NEWEST_WEIGHT = 0.1
 """Of the newest time in the mean."""
+
+MOST_OF_MEAN = 2.0
+"""What a time counts at most, so that one disturbance decides nothing; lasting ones soon do."""
 
 _OMP_PAUSE_SOFT = 1  # the OpenMP standard's
 
@@ -47,7 +50,7 @@ class _Way:
         if self.mean_s is None or self.num_skipped >= RETRY_STEPS:
             self.mean_s = seconds  # what was known is out of date
         else:
-            self.mean_s += NEWEST_WEIGHT * (seconds - self.mean_s)
+            self.mean_s += NEWEST_WEIGHT * (min(seconds, MOST_OF_MEAN * self.mean_s) - self.mean_s)
         self.num_skipped = 0
 
 

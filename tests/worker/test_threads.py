@@ -133,6 +133,18 @@ def test_cores_that_others_keep_busy_are_left_to_them() -> None:
     assert later[-100:].count(8) >= 95, "and taken when they are idle"
 
 
+def test_one_disturbance_decides_nothing_and_lasting_ones_do() -> None:
+    machine = Machine()
+    for _ in range(20):
+        machine.step(is_alone=True)
+    machine.seconds[8] = 1000.0
+    machine.step(is_alone=True)
+    machine.seconds[8] = 0.5
+    assert machine.step(is_alone=True) == 8
+    machine.seconds[8] = 5.0
+    assert [machine.step(is_alone=True) for _ in range(12)][-1] == 2
+
+
 def test_sizes_of_steps_are_judged_apart() -> None:
     machine = Machine()
     machine.seconds[8] = 2.0
