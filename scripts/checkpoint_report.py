@@ -19,7 +19,7 @@ from engine.text.sources import read_text_files
 from ipc.errors import ConfigError
 from ipc.messages import KVCacheGroup, WorkerLoaded
 from scripts.tokenizer_kind import tokenizer_kind
-from worker.attention import AttentionBackend, select_backend
+from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import Place, PoolLimits, bytes_per_block, explain, memory_of, why_even
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
 from worker.memory import free_memory
@@ -63,7 +63,8 @@ class _Inspection:
         self.dtype = resolve_dtype(options.dtype, config.dtype, self.device)
         self.core_config = _core_config(options, config)
         self.backend: AttentionBackend = select_backend(
-            "auto", device=self.device, dtype=self.dtype, head_size=config.head_size, block_size=options.block_size
+            "auto",
+            AttentionNeeds.of(config, device=self.device, dtype=self.dtype, block_size=options.block_size),
         )
         self.sizes: PartBytes = part_bytes(config, dtype=self.dtype, backend=self.backend)
         self.block_bytes = bytes_per_block(config, options.block_size, dtype=self.dtype, backend=self.backend)

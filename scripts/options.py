@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ipc.logs import LEVELS
-from worker.settings import TRANSPORTS
+from worker.settings import ATTENTION_BACKENDS, TRANSPORTS
 
 MAX_BYTES = 1 << 60
 MAX_COUNT = (1 << 31) - 1
@@ -107,7 +107,9 @@ SERVE_OPTIONS = (
             help="Type of weights, activations and KV cache; auto takes the checkpoint's."),
     _option(_MODEL, "--max-model-len", type=click.IntRange(2, MAX_COUNT), default=None,
             help="Most tokens of a prompt and its answer together.  [default: the model's, or what the KV pool holds]"),
-    _option(_MODEL, "--attention-backend", default="auto", help="Attention implementation."),
+    _option(_MODEL, "--attention-backend", default="auto", metavar="NAME",
+            help=f"Attention implementation: auto takes the best that fits; {', '.join(ATTENTION_BACKENDS)}, or one "
+            "registered by an installed package, insists on it."),
     _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
     _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=None,

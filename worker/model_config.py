@@ -110,6 +110,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer, without repetition."""
 
+    layer_windows: tuple[int | None, ...] = ()
+    """Of each layer: tokens that it looks back on, the current one included, or None for all. Empty: None in every layer."""
+
+    attention_soft_cap: float | None = None
+    """Bounds the scores of attention: c * tanh(score / c)."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By global layer number."""
+        return self.layer_windows or (None,) * self.num_layers
+
     def __post_init__(self) -> None:
         for name, (least, most) in BOUNDS.items():
             if not least <= getattr(self, name) <= most:
@@ -122,6 +133,10 @@ class ModelConfig:
             raise _refused("rms_norm_eps", self.rms_norm_eps, "must be above 0")
         if self.rope.factors and len(self.rope.factors) != self.head_size // 2:
             raise _refused("rope factors", len(self.rope.factors), f"must be {self.head_size // 2} numbers")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise _refused("layer_windows", len(self.layer_windows), f"must be one for each of {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.layer_windows):
+            raise _refused("layer_windows", self.layer_windows, "must be at least 1")
         if self.dtype not in DTYPES:
             raise _refused("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
 

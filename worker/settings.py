@@ -8,6 +8,9 @@ from worker.model_config import ModelConfig
 TRANSPORTS = ("auto", "gloo", "staged", "nccl")
 """What may carry activations between stages."""
 
+ATTENTION_BACKENDS = ("torch", "cpu")
+"""Attention backends of ours; help names them where torch, which they need, isn't loaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:

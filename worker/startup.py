@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ipc.errors import ConfigError
 from ipc.messages import KVCacheConfig
-from worker.attention import AttentionBackend, select_backend
+from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import agree_on_split
 from worker.device import choose_num_threads, resolve_device, resolve_dtype, sharing_note
 from worker.epoch_store import EpochStore
@@ -66,10 +66,7 @@ def load_stage(
     torch.set_num_threads(num_threads)
     backend = select_backend(
         settings.attention_backend,
-        device=device,
-        dtype=dtype,
-        head_size=config.head_size,
-        block_size=settings.block_size,
+        AttentionNeeds.of(config, device=device, dtype=dtype, block_size=settings.block_size),
     )
     layers = agree_on_split(settings, store, device=device, dtype=dtype, backend=backend)[topology.stage]
     started = time.monotonic()

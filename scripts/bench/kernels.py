@@ -20,7 +20,7 @@ from kernels.cpu.native import native_library
 from kernels.rms_norm import add_rms_norm, add_rms_norm_definition
 from kernels.rope import apply_rope, apply_rope_definition
 from kernels.silu_mul import silu_mul, silu_mul_definition
-from worker.attention import CommonAttentionMetadata, select_backend
+from worker.attention import AttentionNeeds, CommonAttentionMetadata, select_backend
 
 H, G, D, WIDTH, MLP_WIDTH, LAYERS = 9, 3, 64, 576, 1536, 30
 """SmolLM2-135M's shape."""
@@ -76,7 +76,7 @@ def decode(num_seqs: int, length: int, num_layers: int) -> Case:
 def layers(
     name: str, num_blocks: int, num_layers: int, common: CommonAttentionMetadata, q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], object]:
-    backend = select_backend(name, device=CPU, dtype=BF16, head_size=D, block_size=BLOCK_SIZE)
+    backend = select_backend(name, AttentionNeeds(device=CPU, dtype=BF16, head_size=D, block_size=BLOCK_SIZE))
     builder = backend.make_builder(
         num_heads=H, num_kv_heads=G, head_size=D, block_size=BLOCK_SIZE, dtype=BF16, device=CPU
     )

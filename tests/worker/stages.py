@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker.attention import CommonAttentionMetadata, select_backend
+from worker.attention import AttentionNeeds, CommonAttentionMetadata, select_backend
 from worker.model_config import read_model_config
 from worker.models import StageModel, build_stage, load_weights
 from worker.partition import split_layers
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def empty_stage(path: Path, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype) -> StageModel:
     config = read_model_config(str(path))
-    backend = select_backend("torch", device=CPU, dtype=dtype, head_size=config.head_size, block_size=4)
+    backend = select_backend("torch", AttentionNeeds(device=CPU, dtype=dtype, head_size=config.head_size, block_size=4))
     return build_stage(config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=CPU, backend=backend)
 
 
@@ -48,7 +48,7 @@ class Pipeline:
             load_stage(path, layers, is_first=i == 0, is_last=i == num_stages - 1, dtype=dtype)
             for i, layers in enumerate(ranges)
         ]
-        backend = select_backend("torch", device=CPU, dtype=dtype, head_size=config.head_size, block_size=block_size)
+        backend = select_backend("torch", AttentionNeeds(device=CPU, dtype=dtype, head_size=config.head_size, block_size=block_size))
         self.builder = backend.make_builder(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

@@ -1,17 +1,16 @@
-"""Does a backend attend as the definition does, whatever the batch, and is the right one selected?"""
+"""Does a backend attend as the definition does, whatever the batch and whatever a layer asks for?"""
 
-import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ipc.errors import ConfigError
 from kernels.paged_attention import paged_attention
 from kernels.panel_attention import tokens_of_panels
-from tests.native import INSTRUCTION_SETS, use_instruction_set
-from worker.attention import CommonAttentionMetadata, backend_names, select_backend, torch_backend
+from tests.native import INSTRUCTION_SETS
+from worker.attention import AttentionNeeds, CommonAttentionMetadata, select_backend, torch_backend
 from worker.attention.torch_backend import TorchMetadata
 
 CPU = torch.device("cpu")
@@ -35,8 +34,14 @@ class Step:
         padding: int = 0,
         num_blocks: int = 512,
         backend: str = "torch",
+        rule: dict[str, Any] | None = None,
     ) -> None:
-        """``sizes``: (tokens in the cache before, query tokens) of each sequence, decodes first."""
+        """
+        Args:
+            sizes: (tokens in the cache before, query tokens) of each sequence, decodes first.
+            rule: window, soft cap and sinks, as ``attend`` takes them.
+        """
+        self.sizes, self.rule = sizes, rule or {}
         K = BLOCK_SIZES[backend]
         draw = torch.Generator().manual_seed(len(sizes))
         lengths = [history + num_queries for history, num_queries in sizes]
@@ -62,10 +67,11 @@ class Step:
         self.q, self.k, self.v = (
             torch.randn(num_tokens + padding, heads, D, generator=draw).to(dtype) for heads in (H, G, G)
         )
-        self.backend = select_backend(backend, device=CPU, dtype=dtype, head_size=D, block_size=K)
+        self.backend = select_backend(backend, AttentionNeeds(device=CPU, dtype=dtype, head_size=D, block_size=K))
         self.builder = self.backend.make_builder(
-            num_heads=H, num_kv_heads=G, head_size=D, block_size=K, dtype=dtype, device=CPU
-        )
+            num_heads=H, num_kv_heads=G, head_size=D, block_size=K, dtype=dtype, device=CPU,
+            window=self.rule.get("window"),
+        )  # fmt: skip
         self.cache = torch.full(self.backend.cache_shape(num_blocks, K, G, D), torch.nan, dtype=dtype)
         self._write_history([history for history, _ in sizes], tables, draw)
 
@@ -91,11 +97,30 @@ class Step:
     def run(self) -> Tensor:
         metadata = self.builder.build(self.common)
         self.backend.write(self.cache, self.k, self.v, metadata)
-        return self.backend.attend(self.q, self.cache, metadata, D**-0.5)
+        return self.backend.attend(self.q, self.cache, metadata, D**-0.5, **self.rule)
+
+    def run_without_what_left_the_window(self) -> Tensor:
+        """The core gave those blocks away: others write there, and the table may not even name them."""
+        K, window = self.builder.block_size, self.rule["window"]
+        metadata = self.builder.build(self.common)
+        self.backend.write(self.cache, self.k, self.v, metadata)
+        table, cache = self.common.block_table.clone(), self.cache.clone()
+        for s, (history, _) in enumerate(self.sizes):
+            num_left = max(0, history - window + 1) // K
+            blocks = table[s, :num_left].long()
+            if self.backend.name == "cpu":
+                cache[blocks] = torch.nan
+            else:
+                cache[:, blocks] = torch.nan
+            table[s, :num_left] = -1
+        metadata = self.builder.build(replace(self.common, block_table=table))
+        return self.backend.attend(self.q, cache, metadata, D**-0.5, **self.rule)
 
     def expected(self) -> Tensor:
         common = self.common
-        return paged_attention(self.q, self.tokens(), common.query_starts, common.seq_lens, common.block_table, D**-0.5)
+        return paged_attention(
+            self.q, self.tokens(), common.query_starts, common.seq_lens, common.block_table, D**-0.5, **self.rule
+        )
 
 
 BATCHES = {
@@ -118,6 +143,51 @@ def test_as_the_definition(backend: str, batch: str, dtype: torch.dtype) -> None
     out = step.run()
     assert out.dtype == dtype
     assert (out.float() - step.expected().float()).abs().max() <= TOLERANCES[dtype]
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "window_1": {"window": 1},
+    "window_4": {"window": 4},
+    "window_17": {"window": 17},
+    "window_beyond": {"window": 4000},
+    "soft_cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": torch.linspace(-1, 2, H)},
+    "all": {"window": 16, "soft_cap": 1.5, "sinks": torch.linspace(2, -1, H)},
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype) -> None:
+    for batch in BATCHES.values():
+        step = Step(batch, dtype=dtype, backend=backend, rule=RULES[rule], padding=1)
+        out = step.run()
+        assert (out.float() - step.expected().float()).abs().max() <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 16, 17, 33])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_before_the_window_is_read(backend: str, window: int) -> None:
+    for batch in BATCHES.values():
+        step = Step(batch, dtype=torch.float32, backend=backend, rule={"window": window})
+        out = step.run_without_what_left_the_window()
+        assert (out - step.expected()).abs().max() <= TOLERANCES[torch.float32]
+
+
+def test_memory_of_windowed_decodes_is_that_of_the_window() -> None:
+    step = Step([(700, 1)] * 20, dtype=torch.float32, num_blocks=8000, rule={"window": 64})
+    metadata = step.builder.build(step.common)
+    assert isinstance(metadata, TorchMetadata)
+    assert sum(len(decodes.slots) for decodes in metadata.decodes) == 20 * 64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_of_another_group_is_refused(backend: str) -> None:
+    step = Step(BATCHES["mixed"], dtype=torch.float32, backend=backend, rule={"window": 4})
+    metadata = step.builder.build(step.common)
+    with pytest.raises(AssertionError, match="KV group"):
+        step.backend.attend(step.q, step.cache, metadata, D**-0.5)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -156,6 +226,9 @@ def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for expected, batch in zip(whole, BATCHES.values(), strict=True):
         step = Step(batch, dtype=torch.float32)
         assert (step.run() - expected).abs().max() <= TOLERANCES[torch.float32]
+        for rule in RULES.values():
+            step = Step(batch, dtype=torch.float32, rule=rule)
+            assert (step.run() - step.expected()).abs().max() <= TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("sizes", [[(4000, 1)] + [(50, 1)] * 100, [(3000, 1)] * 50])
@@ -178,48 +251,3 @@ def test_metadata_outlives_the_batchs_buffers(backend: str) -> None:
         tensor.fill_(0)
     step.backend.write(step.cache, step.k, step.v, metadata)
     assert torch.equal(step.backend.attend(step.q, step.cache, metadata, D**-0.5), expected)
-
-
-def select(
-    name: str = "auto",
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    head_size: int = 64,
-    block_size: int = 16,
-) -> str:
-    return select_backend(
-        name, device=torch.device(device), dtype=dtype, head_size=head_size, block_size=block_size
-    ).name
-
-
-def test_selection(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"cpu", "torch"} <= set(backend_names())
-    with caplog.at_level(logging.INFO):
-        assert select("torch", dtype=torch.bfloat16) == "torch"
-        use_instruction_set("torch", monkeypatch)
-        assert select() == "torch"
-    assert [record.message for record in caplog.records] == [
-        "attention backend torch (asked for)",
-        "attention backend torch (first that fits; cpu lacks native code (no compiler when Brigade was installed?))",
-    ]
-    with pytest.raises(ConfigError, match="cpu cannot be used: cpu lacks native code"):
-        select("cpu")
-
-
-@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
-def test_native_code_is_preferred_where_it_serves() -> None:
-    assert select() == "cpu"
-    assert select(head_size=24) == "torch"
-    assert select(block_size=8) == "torch"
-    with pytest.raises(ConfigError, match="cpu does not serve head size 24"):
-        select("cpu", head_size=24)
-
-
-def test_selection_says_what_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match="--attention-backend: 'flash' is unknown; give auto or one of .*torch"):
-        select("flash")
-    with pytest.raises(ConfigError, match="torch does not serve dtype float64"):
-        select(dtype=torch.float64)
-    with pytest.raises(ConfigError, match="torch does not serve device meta"):
-        select("torch", device="meta")

@@ -22,7 +22,7 @@ from tests.oracle import Oracle
 from tests.worker.fake_core import FakeCore
 from tests.worker.pipeline import Plans, settings_for, tokens_of
 from worker import auto_partition
-from worker.attention import select_backend
+from worker.attention import AttentionNeeds, select_backend
 from worker.auto_partition import KV_MEMORY_SHARE, Place, PoolLimits, agree_on_split, explain, memory_of
 from worker.partition import MIX, ModelCosts, Split, StepCosts, sizes_of, split_layers
 from worker.profile_stage import PartBytes, bytes_to_measure, measure_costs, part_bytes
@@ -86,7 +86,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModelCosts]]:
 
 def agree(settings: WorkerSettings, store: Any) -> Split:
     backend = select_backend(
-        "torch", device=CPU, dtype=torch.float32, head_size=settings.config.head_size, block_size=16
+        "torch", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=settings.config.head_size, block_size=16)
     )
     return agree_on_split(settings, store, device=CPU, dtype=torch.float32, backend=backend)
 
@@ -200,7 +200,7 @@ def limits(**changes: Any) -> PoolLimits:
 
 def test_the_pool_follows_flags_and_places(model: Path) -> None:
     settings = settings_for(model)
-    backend = select_backend("torch", device=CPU, dtype=torch.float32, head_size=settings.config.head_size, block_size=16)
+    backend = select_backend("torch", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=settings.config.head_size, block_size=16))
     sizes = PartBytes(layer=1000, first=300, last=500)
     block = 2 * 16 * 2 * 64 * 4  # keys and values, tokens, heads, head size, bytes
     places = [Place(name="a", free_bytes=10 << 20), Place(name="a", free_bytes=9 << 20), Place(name="b", free_bytes=1 << 20)]
@@ -230,7 +230,7 @@ def test_the_share_of_memory_is_the_one_that_the_core_takes() -> None:
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_costs_are_measured_for_every_part(model: Path, num_stages: int) -> None:
     config = settings_for(model).config
-    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=config.head_size, block_size=16)
+    backend = select_backend("auto", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=config.head_size, block_size=16))
     costs = measure_costs(
         config, num_stages=num_stages, mix=MIX, device=CPU, dtype=torch.float32, backend=backend, block_size=16
     )
@@ -245,7 +245,7 @@ def test_costs_are_measured_for_every_part(model: Path, num_stages: int) -> None
 
 def test_sizes_are_those_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings_for(model).config
-    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=config.head_size, block_size=16)
+    backend = select_backend("auto", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=config.head_size, block_size=16))
     sizes = part_bytes(config, dtype=torch.float32, backend=backend)
     assert sizes.layer == 4 * (256 * (2 * 256 + 2 * 128 + 3 * 512) + 2 * 256)
     assert sizes.first == 4 * 24_000 * 256

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ipc.errors import ConfigError
 from tests.worker.stages import CPU, Pipeline
-from worker.attention import select_backend
+from worker.attention import AttentionNeeds, select_backend
 from worker.model_config import read_model_config
 from worker.models import BoundaryTensor, build_stage
 
@@ -198,7 +198,7 @@ def test_c1_tied_head_is_loaded_on_the_last_stage(models: Models) -> None:
 def test_boundary_and_inputs_stay(models: Models) -> None:
     path, _ = models.get("tied")
     config = read_model_config(str(path))
-    backend = select_backend("auto", device=CPU, dtype=torch.bfloat16, head_size=8, block_size=4)
+    backend = select_backend("auto", AttentionNeeds(device=CPU, dtype=torch.bfloat16, head_size=8, block_size=4))
     stage = build_stage(
         config, range(0, 1), is_first=True, is_last=False, dtype=torch.bfloat16, device=CPU, backend=backend
     )
@@ -215,14 +215,14 @@ def test_boundary_and_inputs_stay(models: Models) -> None:
 
 def test_a_model_beyond_all_memory(models: Models) -> None:
     config = replace(read_model_config(str(models.get("tied")[0])), hidden_size=1 << 20, vocab_size=1 << 24)
-    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=8, block_size=4)
+    backend = select_backend("auto", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=8, block_size=4))
     with pytest.raises(ConfigError, match="no memory for the weights of layers 0 to 1 in torch.float32 on cpu"):
         build_stage(config, range(0, 2), is_first=True, is_last=False, dtype=torch.float32, device=CPU, backend=backend)
 
 
 def test_unknown_family(models: Models) -> None:
     config = replace(read_model_config(str(models.get("tied")[0])), architecture="mamba")
-    backend = select_backend("auto", device=CPU, dtype=torch.float32, head_size=8, block_size=4)
+    backend = select_backend("auto", AttentionNeeds(device=CPU, dtype=torch.float32, head_size=8, block_size=4))
     with pytest.raises(ConfigError, match="no model class for 'mamba'; known are llama"):
         build_stage(config, range(0, 2), is_first=True, is_last=False, dtype=torch.float32, device=CPU, backend=backend)
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kernels.cpu import native
 from kernels.panel_attention import HEAD_SIZES, append_panels, panel_attention, panel_cache_shape
+from worker.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities
 from worker.attention.metadata import CommonAttentionMetadata
-from worker.attention.registry import AttentionBackend, AttentionMetadataBuilder, Capabilities, register
+from worker.attention.registry import register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +24,21 @@ class CpuMetadata:
     """[S, blocks of the longest sequence] int32"""
     has_padding: bool
     """Some tokens belong to no sequence."""
+    window: int | None
 
 
 @register
 class CpuBackend(AttentionBackend):
     name = "cpu"
+    preference = 100
     capabilities = Capabilities(
         device_types=frozenset({"cpu"}),
         dtypes=frozenset(native.DTYPES),
         head_sizes=HEAD_SIZES,
         block_sizes=frozenset(1 << bits for bits in range(4, 13)),
+        windowed=True,
+        soft_capped=True,
+        sinks=True,
     )
 
     @staticmethod
@@ -52,13 +58,25 @@ class CpuBackend(AttentionBackend):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        window: int | None = None,
     ) -> "CpuMetadataBuilder":
-        return CpuMetadataBuilder(block_size)
+        return CpuMetadataBuilder(block_size, window)
 
     def write(self, cache: Tensor, k: Tensor, v: Tensor, metadata: CpuMetadata) -> None:
         append_panels(cache, k, v, metadata.slots)
 
-    def attend(self, q: Tensor, cache: Tensor, metadata: CpuMetadata, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        metadata: CpuMetadata,
+        scale: float,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert window == metadata.window, "a layer's metadata is that of its KV group"
         return panel_attention(
             q,
             cache,
@@ -66,13 +84,17 @@ class CpuBackend(AttentionBackend):
             metadata.seq_lens,
             metadata.block_table,
             scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
             has_padding=metadata.has_padding,
         )
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder):
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window: int | None) -> None:
         self.block_size = block_size
+        self.window = window
 
     def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
         num_blocks = -(-common.max_seq_len // self.block_size)
@@ -83,4 +105,5 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens.clone(),
             block_table=common.block_table[:, :num_blocks].clone(memory_format=torch.contiguous_format),
             has_padding=int(num_queries[common.seq_lens > 0].sum()) < common.slots.shape[0],
+            window=self.window,
         )

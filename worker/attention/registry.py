@@ -1,126 +1,138 @@
-"""Which attention backend serves this model on this device, and what must a backend be able to do?"""
+"""Which attention backend serves this model on this device? Ours and those of installed packages, by name."""
 
 import logging
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
-from torch import Tensor
 
 from ipc.errors import ConfigError
-from worker.attention.metadata import CommonAttentionMetadata
+from worker.attention.backend import AttentionBackend, AttentionNeeds
 
 FIELD = "--attention-backend"
+
+ENTRY_POINT_GROUP = "brigade.attention_backends"
+"""A package offers a backend as an entry point of this group: its name, and the class it is made by."""
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a backend can serve; None means anything."""
-
-    device_types: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    head_sizes: frozenset[int] | None = None
-    block_sizes: frozenset[int] | None = None
-
-
-class AttentionMetadataBuilder(ABC):
-    """Compiles a step's common metadata into the layout that its backend wants; called once per step."""
-
-    @abstractmethod
-    def build(self, common: CommonAttentionMetadata) -> Any:
-        """Metadata for ``write`` and ``attend`` in every layer of the step. Keeps nothing of ``common``'s tensors."""
-
-
-class AttentionBackend(ABC):
-    """Attention over a paged cache. Stateless: the same object serves all layers."""
-
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
-
-    @staticmethod
-    def missing() -> str | None:
-        """What it would need and this process does not have."""
-        return None
-
-    @staticmethod
-    @abstractmethod
-    def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor."""
-
-    @abstractmethod
-    def make_builder(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> AttentionMetadataBuilder:
-        """A builder for steps of one model."""
-
-    @abstractmethod
-    def write(self, cache: Tensor, k: Tensor, v: Tensor, metadata: Any) -> None:
-        """Put this step's keys and values, [T, G, D] each, into their slots of one layer's cache."""
-
-    @abstractmethod
-    def attend(self, q: Tensor, cache: Tensor, metadata: Any, scale: float) -> Tensor:
-        """Causal attention of queries [T, H, D] to all that their sequences hold in the cache; [T, H, D].
-
-        This step's keys and values must have been written. Rows of padding come out as zeros.
-        """
-
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}
 
 
 def register(backend: type[AttentionBackend]) -> type[AttentionBackend]:
-    """Class decorator; ``auto`` prefers what was registered first."""
+    """Class decorator."""
+    if backend.name in _BACKENDS:
+        raise ValueError(f"attention backend {backend.name!r} is registered already")
     _BACKENDS[backend.name] = backend
     return backend
 
 
 def backend_names() -> list[str]:
-    return list(_BACKENDS)
+    """Of all that are known here, those of other packages last; none of these is loaded."""
+    return [*_BACKENDS, *_offered()]
 
 
-def select_backend(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
-) -> AttentionBackend:
-    """The backend of that name, or for ``auto`` the first that can serve this model here.
+def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
+    """The backend of that name, or for ``auto`` the best that can serve this model here.
 
     Raises:
-        ConfigError: an unknown name, or nothing fits; it says what doesn't.
+        ConfigError: an unknown name, or nothing fits; it says what each lacks.
     """
-    if name != "auto" and name not in _BACKENDS:
-        raise ConfigError(FIELD, f"{name!r:.80} is unknown; give auto or one of {', '.join(_BACKENDS)}")
-    candidates = list(_BACKENDS) if name == "auto" else [name]
-    obstacles: list[str] = []
-    for candidate in candidates:
-        backend = _BACKENDS[candidate]
-        obstacle = _obstacle(backend, device, dtype, head_size, block_size)
-        if obstacle is None:
-            reason = "asked for" if name != "auto" else "first that fits" + "".join(f"; {o}" for o in obstacles)
-            logger.info("attention backend %s (%s)", candidate, reason)
+    if name == "auto":
+        return _best(needs)
+    if name not in backend_names():
+        raise ConfigError(FIELD, f"{name!r:.80} is unknown; give auto or one of {', '.join(backend_names())}")
+    backend = _BACKENDS[name] if name in _BACKENDS else _load(_offered()[name])
+    lacks = obstacles(backend, needs)
+    if lacks:
+        raise ConfigError(FIELD, f"{name} cannot be used, it lacks {', '.join(lacks)}")
+    logger.info("attention backend %s (asked for)", name)
+    return backend()
+
+
+def _best(needs: AttentionNeeds) -> AttentionBackend:
+    known = [*_BACKENDS.values(), *_loadable()]
+    lacking: dict[str, list[str]] = {}
+    for backend in sorted(known, key=lambda backend: -backend.preference):
+        lacks = obstacles(backend, needs)
+        if not lacks:
+            others = "".join(f"; {other} lacks {', '.join(what)}" for other, what in lacking.items())
+            logger.info("attention backend %s (best that fits%s)", backend.name, others)
             return backend()
-        obstacles.append(f"{candidate} {obstacle}")
-    raise ConfigError(FIELD, f"{name} cannot be used: {'; '.join(obstacles)}")
+        lacking[backend.name] = lacks
+    width = max(map(len, lacking))
+    table = "".join(f"\n  {other:<{width}}  lacks {', '.join(what)}" for other, what in lacking.items())
+    raise ConfigError(FIELD, f"no backend serves this model here:{table}")
 
 
-def _obstacle(
-    backend: type[AttentionBackend], device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
-) -> str | None:
+def obstacles(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[str]:
+    """What of the needs it does not serve; empty when it fits."""
     can = backend.capabilities
-    if device.type not in can.device_types:
-        return f"does not serve device {device.type}"
-    if dtype not in can.dtypes:
-        return f"does not serve dtype {str(dtype).removeprefix('torch.')}"
-    if can.head_sizes is not None and head_size not in can.head_sizes:
-        return f"does not serve head size {head_size}"
-    if can.block_sizes is not None and block_size not in can.block_sizes:
-        return f"does not serve block size {block_size}"
-    missing = backend.missing()
-    return f"lacks {missing}" if missing else None
+    cache_dtype = needs.cache_dtype or needs.dtype
+    cache_dtypes = can.dtypes if can.cache_dtypes is None else can.cache_dtypes
+    kinds = {
+        "full attention": needs.full and not can.full,
+        "windowed attention": needs.windowed and not can.windowed,
+        "soft-capped attention": needs.soft_capped and not can.soft_capped,
+        "attention sinks": needs.sinks and not can.sinks,
+        "graph support": needs.graphs and not can.graphs,
+    }
+    lacks = [
+        f"device {needs.device.type}" if needs.device.type not in can.device_types else _old_gpu(needs.device, can.compute_capability),
+        f"dtype {_short(needs.dtype)}" if needs.dtype not in can.dtypes else None,
+        f"cache dtype {_short(cache_dtype)}" if cache_dtype not in cache_dtypes and cache_dtype != needs.dtype else None,
+        f"head size {needs.head_size}" if not _has(can.head_sizes, needs.head_size) else None,
+        f"block size {needs.block_size}" if not _has(can.block_sizes, needs.block_size) else None,
+        f"{needs.group_ratio} query heads per key head" if not _has(can.group_ratios, needs.group_ratio) else None,
+        *(kind if is_lacking else None for kind, is_lacking in kinds.items()),
+        backend.missing(),
+    ]
+    return [lack for lack in lacks if lack]
+
+
+def _old_gpu(device: torch.device, least: tuple[int, int] | None) -> str | None:
+    if device.type != "cuda" or least is None:
+        return None
+    found = torch.cuda.get_device_capability(device)
+    wanted = f"compute capability {least[0]}.{least[1]}"
+    return None if found >= least else f"support of {device}: it needs {wanted}, found {found[0]}.{found[1]}"
+
+
+def _has(served: frozenset[int] | None, wanted: int) -> bool:
+    return served is None or wanted in served
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------ other packages
+
+
+def _offered() -> dict[str, EntryPoint]:
+    """By name, without those whose name is taken."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BACKENDS}
+
+
+def _loadable() -> list[type[AttentionBackend]]:
+    """For ``auto`` a package that is broken must not keep the others from serving."""
+    found = []
+    for point in _offered().values():
+        try:
+            found.append(_load(point))
+        except ConfigError as error:
+            logger.warning("%s", error)
+    return found
+
+
+def _load(point: EntryPoint) -> type[AttentionBackend]:
+    """Raises ConfigError for what can't be loaded or is no backend of that name."""
+    where = f"{point.name}, which {point.dist.name if point.dist else 'a package'} offers as {point.value},"
+    try:
+        backend = point.load()
+    except Exception as error:  # noqa: BLE001 - foreign code, which may raise anything
+        raise ConfigError(FIELD, f"{where} cannot be loaded ({type(error).__name__}: {str(error):.200})") from error
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise ConfigError(FIELD, f"{where} is not a class derived from worker.attention.AttentionBackend")
+    if getattr(backend, "name", None) != point.name or not hasattr(backend, "capabilities"):
+        raise ConfigError(FIELD, f"{where} must have its entry point's name and say its capabilities")
+    return backend

@@ -76,8 +76,8 @@ bool is_sound(const Problem& p, int64_t num_tokens, int64_t num_blocks, int64_t 
         if (start < 0 || end < start || end > num_tokens || length < 0 || used > table_width) return false;
         if (length > 0 && end - start > length) return false;
         const int32_t* blocks = p.block_table + seq * p.table_stride;
-        const int64_t first = p.window && length > end - start + p.window ? (length - (end - start) - p.window) / p.shape.block_size : 0;
-        for (int64_t i = first; i < used; ++i) {
+        const int64_t first_seen = p.window ? length - (end - start) - p.window + 1 : 0;
+        for (int64_t i = first_seen > 0 ? first_seen / p.shape.block_size : 0; i < used; ++i) {
             if (blocks[i] < 0 || blocks[i] >= num_blocks) return false;
         }
     }
