@@ -15,6 +15,7 @@ from engine.core import EngineCore
 from ipc.endpoints import RunDirectory
 from ipc.errors import ConfigError
 from ipc.logs import set_up_logging
+from ipc.promptness import ask_for_promptness
 
 
 def main() -> int:
@@ -25,6 +26,7 @@ def main() -> int:
         # The rank ended while it wrote: nobody waits for this core.
         return 1
     set_up_logging("core", config.log_level)
+    ask_for_promptness()
     directory = RunDirectory(path=Path(config.run_dir))
     try:
         core = EngineCore(config, files)

@@ -43,6 +43,7 @@ from ipc.conversation import (
 from ipc.errors import PeerLost, ProtocolError, RequestError
 from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply, TokenUpdates
 from ipc.params import SamplingParams
+from ipc.promptness import prompt_threads
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,8 @@ class _Connection:
             self._close_sockets(linger_s=0)
             raise
         self._thread = threading.Thread(target=self._run, name="brigade-client", daemon=True)
-        self._thread.start()
+        with prompt_threads():
+            self._thread.start()
 
     # ------------------------------------------------------------------------------------ called from any thread
 

@@ -25,6 +25,7 @@ from ipc.messages import (
     TokenUpdates,
 )
 from ipc.params import MAX_TOKEN_ID, SamplingParams
+from ipc.promptness import prompt_threads
 
 ATTACH_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 10.0
@@ -89,7 +90,8 @@ class ToldOutputs:
 
 def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
     """An unconnected client socket. Messages wait in it only for as long as its owner keeps it open."""
-    socket = open_socket(context, zmq.DEALER, max_frame_bytes=MAX_FRAME_BYTES)
+    with prompt_threads():
+        socket = open_socket(context, zmq.DEALER, max_frame_bytes=MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket

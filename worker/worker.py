@@ -25,6 +25,7 @@ from ipc.messages import (
     WorkerLoaded,
     WorkerReady,
 )
+from ipc.promptness import prompt_threads
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread, Item
 from worker.device import choose_num_threads, device_identity
@@ -71,7 +72,8 @@ def run_worker(settings: WorkerSettings) -> int:
     topology = Topology(rank=settings.rank, num_stages=settings.world_size)
     clock = StageClock()
     try:
-        context, token_inbox, control = _start_control(settings, topology, clock)
+        with prompt_threads():
+            context, token_inbox, control = _start_control(settings, topology, clock)
     except (OSError, RuntimeError, zmq.ZMQError) as error:
         raise shortage(error) or _start_failure(error) from None
     try:

@@ -7,6 +7,7 @@ import torch
 
 from ipc.endpoints import host_id
 from ipc.messages import EpochStart
+from ipc.promptness import prompt_threads
 from worker.device import device_identity, resolve_device
 from worker.epoch_store import EpochStore, open_store
 from worker.links.choice import Choice, Offer, choose_transport, exchange_offers
@@ -72,7 +73,8 @@ def open_links(
 
     Raises PeerLost, and ConfigError for what no restart can cure.
     """
-    transport = _connect(settings, topology, meeting)
+    with prompt_threads():
+        transport = _connect(settings, topology, meeting)
     links = make_links(settings, topology, boundary, transport, epoch)
     warm_up(links, boundary, settings.max_num_batched_tokens, meeting.device, settings.link_timeout_s)
     return links
