@@ -18,6 +18,7 @@ from ipc.endpoints import host_id
 from ipc.errors import PeerLost
 from worker.attention import AttentionBackend
 from worker.device import device_identity
+from worker.kv_groups import kv_groups, num_cache_tensors
 from worker.memory import free_memory
 from worker.model_config import ModelConfig
 from worker.partition import MIX, Memory, Mix, ModelCosts, Split, StepCosts, choose_split, sizes_of, split_layers
@@ -172,8 +173,11 @@ def memory_of(
     backend: AttentionBackend,
 ) -> Memory:
     """What pools a split leaves room for. ``places``: one for each stage."""
-    block_bytes = bytes_per_block(config, limits.block_size, dtype=dtype, backend=backend)
-    blocks_each = -(-limits.max_model_len // limits.block_size)
+    groups = kv_groups(config, range(config.num_layers))
+    # Layers of different groups share tensors: a layer's share of a block is less than its own cache would take.
+    shared = bytes_per_block(config, limits.block_size, dtype=dtype, backend=backend) * num_cache_tensors(groups)
+    block_bytes = -(-shared // config.num_layers)
+    blocks_each = len(groups) * -(-limits.max_model_len // limits.block_size)
     most_blocks = limits.num_kv_blocks or limits.max_num_seqs * blocks_each
     num_layers, num_stages = config.num_layers, len(places)
     if limits.kv_cache_memory is not None:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ipc.errors import ProtocolError
 from ipc.messages import SchedulerOutput
 from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
@@ -76,8 +77,8 @@ class InputBatch:
     positions: Tensor
     """[T] int64."""
 
-    metadata: Any
-    """From the attention backend's builder; None when there are no tokens."""
+    metadata: tuple[Any, ...]
+    """For each layer of the stage, from the attention backend's builder; empty when there are no tokens."""
 
     sampling: SamplingRows | None
     """Last stage only, and None when no row samples."""
@@ -93,11 +94,16 @@ def gather_token_ids(states: RequestStates, step: StepTokens) -> NDArray[np.int6
 
 
 def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMetadata:
-    """Where the step's keys and values go, and what each sequence may look at."""
+    """Where the step's keys and values go in the layers of one KV group, and what each sequence may look at.
+
+    Raises ProtocolError when a token has no block.
+    """
     seq_lens = step.span.ends
     block_table = table.gather(step.rows, seq_lens)
     owners = np.repeat(np.arange(len(step.rows)), step.num_scheduled)
     blocks = block_table[owners, step.positions // table.block_size].astype(np.int64)
+    if len(blocks) and blocks.min() < 0:
+        raise ProtocolError("block_ids", f"row {step.rows[owners[blocks.argmin()]]} computes a token that has no block")
     slots = blocks * table.block_size + step.positions % table.block_size
     longer = np.flatnonzero(step.num_scheduled != 1)
     return CommonAttentionMetadata(

@@ -1,6 +1,7 @@
 """How does a rank turn a plan into activations, or into tokens?"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from worker.input_batch import (
     prompt_slices,
     sampling_rows,
 )
+from worker.kv_groups import StageCaches
 from worker.model_config import ModelConfig
 from worker.models import StageModel
 from worker.request_states import RequestStates
@@ -48,7 +50,7 @@ class ModelRunner:
         self,
         model: StageModel,
         backend: AttentionBackend,
-        caches: list[Tensor],
+        caches: StageCaches,
         *,
         config: ModelConfig,
         is_first: bool,
@@ -68,15 +70,24 @@ class ModelRunner:
         self._is_first = is_first
         self._is_last = is_last
         self._states = RequestStates(num_rows, max_model_len, is_first=is_first, is_last=is_last)
-        self._table = BlockTable(num_rows, max_model_len, block_size)
-        self._builder = backend.make_builder(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-        )
+        self._tables = [BlockTable(num_rows, max_model_len, block_size) for _ in caches.windows]
+        self._builders = [
+            backend.make_builder(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+                window=window,
+            )
+            for window in caches.windows
+        ]
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups of the model; a plan has the blocks of all of them."""
+        return len(self._tables)
 
     def prepare(self, plan: SchedulerOutput) -> InputBatch:
         """Apply the plan's diff to the rows, and build from them all of the step's inputs but its token ids.
@@ -100,7 +111,7 @@ class ModelRunner:
             tokens=step,
             num_tokens=len(step.positions),
             positions=to_device(torch.from_numpy(step.positions), self._device),
-            metadata=self._builder.build(attention_inputs(self._table, step)) if len(rows) else None,
+            metadata=self._metadata(step) if len(rows) else (),
             sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
             prompt_slices=prompt_slices(self._states, step) if self._is_last else (),
         )
@@ -109,19 +120,31 @@ class ModelRunner:
         """Rows are freed, new requests take rows, tables grow; in this order."""
         self._states.free(plan.freed_rows)
         for new in plan.new_requests:
-            if len(new.block_ids) != 1:
-                raise ProtocolError("NewRequestData.block_ids", f"has {len(new.block_ids)} KV groups, this model has 1")
+            self._check_groups("NewRequestData.block_ids", new.block_ids)
             self._states.add(new)
-            self._table.set_row(new.row, new.block_ids[0])
+            for table, block_ids in zip(self._tables, new.block_ids, strict=True):
+                table.set_row(new.row, block_ids)
         cached = plan.cached_requests
         if cached.indices:
-            if len(cached.num_new_blocks) != 1 or len(cached.new_block_ids) != 1:
-                raise ProtocolError("CachedRequestData", "must hold the blocks of exactly 1 KV group")
-            self._table.append(
-                np.asarray(plan.rows, np.int64)[cached.indices],
-                np.asarray(cached.num_new_blocks[0], np.int64),
-                np.asarray(cached.new_block_ids[0], np.int32),
-            )
+            self._check_groups("CachedRequestData.num_new_blocks", cached.num_new_blocks)
+            self._check_groups("CachedRequestData.new_block_ids", cached.new_block_ids)
+            rows = np.asarray(plan.rows, np.int64)[cached.indices]
+            for table, num_new, block_ids in zip(
+                self._tables, cached.num_new_blocks, cached.new_block_ids, strict=True
+            ):
+                table.append(rows, np.asarray(num_new, np.int64), np.asarray(block_ids, np.int32))
+
+    def _check_groups(self, field: str, of_groups: tuple[list[int], ...]) -> None:
+        if len(of_groups) != self.num_groups:
+            raise ProtocolError(field, f"has {len(of_groups)} KV groups, this model has {self.num_groups}")
+
+    def _metadata(self, step: StepTokens) -> tuple[Any, ...]:
+        """For each layer of the stage that of its group."""
+        of_group = {
+            group: self._builders[group].build(attention_inputs(self._tables[group], step))
+            for group in set(self._caches.group_of_layer)
+        }
+        return tuple(of_group[group] for group in self._caches.group_of_layer)
 
     @torch.inference_mode()
     def execute_model(self, batch: InputBatch, received: Tensor | None) -> StepResult:
@@ -138,7 +161,7 @@ class ModelRunner:
         else:
             assert received is not None, "a stage behind the first one needs activations"
             hidden = received.to(self._device, non_blocking=True)
-        hidden = self._model(hidden, batch.positions, self._caches, batch.metadata)
+        hidden = self._model(hidden, batch.positions, self._caches.tensors, batch.metadata)
         logits = None if batch.sampling is None else self._model.logits(hidden[batch.sampling.hidden_index])
         return StepResult(hidden=hidden, logits=logits)
 

@@ -129,7 +129,9 @@ class _Step:
     kind: str
     token_ids: Tensor
     positions: Tensor
-    metadata: Any
+    metadata: tuple[Any, ...]
+    """For each layer of the model."""
+
     last_tokens: Tensor
     """[S] int64: rows of the step that have logits."""
 
@@ -164,15 +166,18 @@ class _Bench:
         self._first = build(range(0, front), is_first=True)
         self._bodies = [self._first, *([build(range(front, num_layers))] if num_layers > front else [])]
         self._last = build(range(config.num_layers - 1, config.num_layers), is_last=True)
-        builder = backend.make_builder(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
-            block_size=block_size, dtype=dtype, device=device,
-        )  # fmt: skip
+        builders = {
+            window: backend.make_builder(
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
+                block_size=block_size, dtype=dtype, device=device, window=window,
+            )
+            for window in set(config.windows)
+        }  # fmt: skip
         rows, prompts = mix.decode_rows(num_stages), max(1, mix.prefill_tokens // mix.prompt_tokens)
         self._steps = [
-            self._step("decode", config, builder, block_size, mix, num_seqs=rows, num_new=1, length=mix.context),
+            self._step("decode", config, builders, block_size, mix, num_seqs=rows, num_new=1, length=mix.context),
             self._step(
-                "prefill", config, builder, block_size, mix,
+                "prefill", config, builders, block_size, mix,
                 num_seqs=prompts, num_new=mix.prompt_tokens, length=mix.prompt_tokens,
             ),
         ]  # fmt: skip
@@ -206,8 +211,10 @@ class _Bench:
         started = self._now()
         hidden = self._first.embed(step.token_ids)
         yield (embedded := self._now()) - started
+        first = 0
         for body, caches in zip(bodies, self._caches, strict=False):
-            hidden = body(hidden, step.positions, caches, step.metadata)
+            hidden = body(hidden, step.positions, caches, step.metadata[first : first + len(caches)])
+            first += len(caches)
         yield ((computed := self._now()) - embedded) / sum(map(len, self._caches[: len(bodies)]))
         logits = self._last.logits(hidden[step.last_tokens])
         yield (projected := self._now()) - computed
@@ -232,7 +239,7 @@ class _Bench:
         self,
         kind: str,
         config: ModelConfig,
-        builder: AttentionMetadataBuilder,
+        builders: dict[int | None, AttentionMetadataBuilder],
         block_size: int,
         mix: Mix,
         *,
@@ -246,14 +253,15 @@ class _Bench:
         positions = torch.arange(length - num_new, length).repeat(num_seqs)
         owners = torch.arange(num_seqs).repeat_interleave(num_new)
         slots = table[owners, positions // block_size].long() * block_size + positions % block_size
-        metadata = builder.build(CommonAttentionMetadata(
+        common = CommonAttentionMetadata(
             query_starts=torch.arange(num_seqs + 1, dtype=torch.int32) * num_new,
             seq_lens=torch.full((num_seqs,), length, dtype=torch.int32),
             block_table=table,
             slots=slots,
             num_decodes=num_seqs if num_new == 1 else 0,
             max_seq_len=length,
-        ))
+        )
+        of_window = {window: builder.build(common) for window, builder in builders.items()}
         token_ids = torch.randint(config.vocab_size, (num_seqs * num_new,), generator=self._random)
         num_drawn = round(mix.drawn_share * num_seqs)
         counts = ((num_seqs - num_drawn, 0.0), (num_drawn, 1.0))
@@ -261,7 +269,7 @@ class _Bench:
             kind=kind,
             token_ids=token_ids.to(self._device),
             positions=positions.to(self._device),
-            metadata=metadata,
+            metadata=tuple(of_window[window] for window in config.windows),
             last_tokens=(torch.arange(1, num_seqs + 1) * num_new - 1).to(self._device),
             samplings=tuple(_sampling(rows, heat, length, self._device) for rows, heat in counts if rows),
         )

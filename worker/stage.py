@@ -113,7 +113,7 @@ class Stage:
             token_ids=np.zeros(num_tokens, np.int32),
             num_prompt_tokens=num_tokens,
             num_computed_tokens=0,
-            block_ids=([0],),
+            block_ids=([0],) * self._runner.num_groups,
             params=SamplingParams(temperature=0.0, seed=0),
         )
         self.run_step(SchedulerOutput(

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ipc.errors import ConfigError
-from ipc.messages import KVCacheConfig
+from ipc.messages import KVCacheConfig, KVCacheGroup
 from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import agree_on_split
 from worker.device import choose_num_threads, resolve_device, resolve_dtype, sharing_note
 from worker.epoch_store import EpochStore
+from worker.kv_groups import StageCaches, block_bytes, kv_groups, num_cache_tensors, place_layers
 from worker.memory import memory_for
 from worker.models import StageModel, build_stage, check_weights, load_weights
 from worker.progress import Progress
@@ -38,6 +38,9 @@ class LoadedStage:
     cache_shape_of_block: tuple[int, ...]
     """Of one layer's cache with a single block."""
 
+    kv_groups: tuple[KVCacheGroup, ...]
+    """Of the whole model, each with its layers on this stage."""
+
     weight_bytes: int
     load_s: float
     num_threads: int
@@ -45,7 +48,7 @@ class LoadedStage:
     @property
     def bytes_per_block(self) -> int:
         """What one KV block costs over all layers of this stage."""
-        return len(self.layers) * math.prod(self.cache_shape_of_block) * self.dtype.itemsize
+        return block_bytes(self.kv_groups, self.cache_shape_of_block, self.dtype)
 
 
 def load_stage(
@@ -99,24 +102,28 @@ def load_stage(
         device=device,
         dtype=dtype,
         cache_shape_of_block=backend.cache_shape(1, settings.block_size, config.num_kv_heads, config.head_size),
+        kv_groups=kv_groups(config, layers),
         weight_bytes=weight_bytes,
         load_s=load_s,
         num_threads=num_threads,
     )
 
 
-def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig) -> list[Tensor]:
-    """One zeroed cache tensor per layer. Raises ConfigError when they don't fit, or when the config isn't for this stage.
+def make_caches(settings: WorkerSettings, stage: LoadedStage, kv: KVCacheConfig) -> StageCaches:
+    """Zeroed cache tensors. Raises ConfigError when they don't fit, or when the config isn't for this stage.
 
     Zeroed, because a NaN in memory that attention masks out would still spoil what it is multiplied into.
     """
-    missing = set(stage.layers) - {layer for group in kv.groups for layer in group.layers}
-    if len(kv.groups) != 1 or missing:
-        raise ConfigError("KVCacheConfig.groups", f"must be one group with layers {stage.layers}, got {len(kv.groups)}")
     config = settings.config
+    group_of_layer, tensor_of_layer = place_layers(kv.groups, config, stage.layers)
     shape = stage.backend.cache_shape(kv.num_blocks, kv.block_size, config.num_kv_heads, config.head_size)
     with memory_for("--num-kv-blocks", f"{kv.num_blocks} KV blocks", "give fewer, or a smaller --kv-cache-memory"):
-        return [_zeros(shape, stage.dtype, stage.device) for _ in stage.layers]
+        tensors = [_zeros(shape, stage.dtype, stage.device) for _ in range(num_cache_tensors(stage.kv_groups))]
+    return StageCaches(
+        windows=tuple(group.window or None for group in kv.groups),
+        group_of_layer=group_of_layer,
+        tensors=tuple(tensors[i] for i in tensor_of_layer),
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

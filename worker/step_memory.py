@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ipc.messages import CachedRequestData, KVCacheConfig, KVCacheGroup, NewRequestData, SchedulerOutput
+from ipc.messages import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
 from ipc.params import SamplingParams
 from worker.memory import memory_for
 from worker.model_runner import ModelRunner
@@ -73,7 +73,7 @@ def run_largest_steps(
             stage.backend,
             make_caches(settings, stage, KVCacheConfig(
                 core_id=0, epoch=0, num_blocks=1, block_size=settings.block_size, max_model_len=max_model_len,
-                groups=(KVCacheGroup(kind="full", layers=list(stage.layers)),),
+                groups=stage.kv_groups,
             )),
             config=config,
             is_first=topology.is_first,
@@ -84,13 +84,15 @@ def run_largest_steps(
             max_model_len=max_model_len,
             block_size=settings.block_size,
         )  # fmt: skip
-        for plan in largest_plans(settings, max_model_len):
+        for plan in largest_plans(settings, max_model_len, num_groups=len(stage.kv_groups)):
             _run(runner, topology, stage, plan)
         del runner
         return meter.peak()
 
 
-def largest_plans(settings: WorkerSettings, max_model_len: int) -> Iterator[SchedulerOutput]:
+def largest_plans(
+    settings: WorkerSettings, max_model_len: int, *, num_groups: int = 1
+) -> Iterator[SchedulerOutput]:
     """The most tokens of prompts, in many sequences and in few; then the most decodes, at the end of long contexts.
 
     All lie in block 0: nobody reads what they write.
@@ -102,12 +104,12 @@ def largest_plans(settings: WorkerSettings, max_model_len: int) -> Iterator[Sche
     context = min(max_model_len, max(2, CONTEXT_TOKENS // num_seqs))
     block_size, freed = settings.block_size, 0
     for step_id, (lengths, scheduled) in enumerate(((many, many), (few, few), ([context] * num_seqs, [1] * num_seqs))):
-        yield _plan(step_id, block_size, lengths, scheduled, freed=list(range(freed)))
+        yield _plan(step_id, block_size, num_groups, lengths, scheduled, freed=list(range(freed)))
         freed = len(lengths)
 
 
 def _plan(
-    step_id: int, block_size: int, lengths: list[int], scheduled: list[int], freed: list[int]
+    step_id: int, block_size: int, num_groups: int, lengths: list[int], scheduled: list[int], freed: list[int]
 ) -> SchedulerOutput:
     """New requests of these lengths, of each of which the last tokens are scheduled."""
     requests = tuple(
@@ -117,7 +119,7 @@ def _plan(
             token_ids=np.zeros(length, np.int32),
             num_prompt_tokens=length,
             num_computed_tokens=length - num_scheduled,
-            block_ids=([0] * -(-length // block_size),),
+            block_ids=([0] * -(-length // block_size),) * num_groups,
             params=PARAMS,
         )
         for row, (length, num_scheduled) in enumerate(zip(lengths, scheduled, strict=True))

@@ -18,7 +18,6 @@ from ipc.logs import set_up_logging
 from ipc.messages import (
     EpochStart,
     KVCacheConfig,
-    KVCacheGroup,
     SchedulerOutput,
     Shutdown,
     WorkerHello,
@@ -225,7 +224,7 @@ class Worker:
             core_id=start.core_id,
             epoch=start.epoch,
             rank=self._settings.rank,
-            groups=(KVCacheGroup(kind="full", layers=list(loaded.layers)),),
+            groups=loaded.kv_groups,
             bytes_per_block=loaded.bytes_per_block,
             free_bytes=free_memory(loaded.device),
             device=device_identity(loaded.device),
@@ -257,7 +256,7 @@ class Worker:
             )
         stage = self._connect(runner, start, loaded, meeting)
         stage.warm_up(kv.max_model_len, kv.block_size)
-        kv_bytes = sum(cache.nbytes for cache in caches)
+        kv_bytes = kv.num_blocks * loaded.bytes_per_block
         warmup_s = time.monotonic() - started
         logger.info("KV cache: %d blocks, %.1f MB; warm after %.1f s", kv.num_blocks, kv_bytes / 1e6, warmup_s)
         self._control.post(WorkerReady(

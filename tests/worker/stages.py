@@ -83,7 +83,7 @@ class Pipeline:
         with torch.inference_mode():
             hidden = self.stages[0].embed(torch.tensor(ids + [0] * padding))
             for stage, caches in zip(self.stages, self.caches, strict=True):
-                hidden = stage(hidden, torch.tensor(positions + [0] * padding), caches, metadata)
+                hidden = stage(hidden, torch.tensor(positions + [0] * padding), caches, [metadata] * len(caches))
             logits = self.stages[-1].logits(hidden)[: len(ids)]
         sizes = [len(tokens) for tokens in batch.values()]
         return dict(zip(batch, logits.split(sizes), strict=True))

@@ -208,7 +208,7 @@ def test_boundary_and_inputs_stay(models: Models) -> None:
     before = hidden.clone()
     pipeline.step({0: [1, 2, 3]})
     metadata = pipeline.builder.build(pipeline._common({0: [1, 2, 3]}, [0, 1, 2]))
-    pipeline.stages[0](hidden, torch.arange(3), pipeline.caches[0], metadata)
+    pipeline.stages[0](hidden, torch.arange(3), pipeline.caches[0], [metadata] * len(pipeline.caches[0]))
     pipeline.stages[0].logits(hidden)
     assert torch.equal(hidden, before)
 

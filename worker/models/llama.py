@@ -1,7 +1,7 @@
 """How does a Llama compute? Also SmolLM2, TinyLlama and others that are Llamas by another name."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,11 +132,13 @@ class LlamaStage(StageModel):
         assert self.embedding is not None, "only the first stage embeds"
         return self.embedding(token_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor, caches: list[Tensor], metadata: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, positions: Tensor, caches: Sequence[Tensor], metadata: Sequence[Any]
+    ) -> Tensor:
         cos, sin = self.angles(positions)
         delta = None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden, delta = layer(hidden, delta, cos, sin, cache, metadata)
+        for layer, cache, of_layer in zip(self.layers, caches, metadata, strict=True):
+            hidden, delta = layer(hidden, delta, cos, sin, cache, of_layer)
         return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:

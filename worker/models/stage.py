@@ -1,6 +1,7 @@
 """What is a stage of a model, seen from outside?"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,13 @@ class StageModel(nn.Module, ABC):
         """First stage only. [T] -> [T, C]."""
 
     @abstractmethod
-    def forward(self, hidden: Tensor, positions: Tensor, caches: list[Tensor], metadata: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, positions: Tensor, caches: Sequence[Tensor], metadata: Sequence[Any]
+    ) -> Tensor:
         """This stage's layers. [T, C] -> [T, C]; residual sums are complete, so that one tensor travels.
 
-        ``positions``: [T] int64. ``caches``: one tensor per layer of this stage, written in place. ``metadata``: from
-        the attention backend's builder. ``hidden`` is not changed.
+        ``positions``: [T] int64. ``caches`` and ``metadata``: one for each layer of this stage; the former written in
+        place, the latter from the attention backend's builder for the layer's window. ``hidden`` is not changed.
         """
 
     @abstractmethod
