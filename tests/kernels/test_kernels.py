@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.gelu_mul import gelu_mul
 from kernels.kv_cache import append_kv
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -92,6 +93,20 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
     with pytest.raises(ValueError, match="halves"):
         silu_mul(x[:, :39])
+
+
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    x = torch.linspace(-6, 6, 7 * 80).view(7, 80).to(dtype)
+    before = x.clone()
+    gate, up = x.double().chunk(2, dim=1)
+    assert_close(gelu_mul(x), gate * (1 + torch.erf(gate / 2**0.5)) / 2 * up)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    assert_close(gelu_mul(x, approximate="tanh"), gate * (1 + torch.tanh(inner)) / 2 * up)
+    assert torch.equal(x, before)
+    with pytest.raises(ValueError, match="halves"):
+        gelu_mul(x[:, :39])
+    with pytest.raises(ValueError, match="approximate='relu'"):
+        gelu_mul(x, approximate="relu")
 
 
 def test_append_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
