@@ -11,15 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SETTLING_ROUNDS = 2
-"""Not measured after a change: cohorts merge or split, and steps of the old number are still in flight."""
+SETTLING_ROUNDS = 1
+"""Not measured after a change: cohorts merge or split."""
 
 MEASURED_ROUNDS = 5
 
-LEAST_GAIN = 0.02
+ROUNDS_TO_FAIL = 2
+"""A trial ends after so many, if it loses clearly: it costs what it loses."""
+
+LEAST_GAIN = 0.03
 """Of a round's time: what a trial must win to change the number. Less is noise."""
 
-PLAUSIBLE = 1.7
+CLEAR_LOSS = 0.06
+
+PLAUSIBLE = 1.3
 """A number whose predicted round takes this many times longer than the one in force is not tried."""
 
 FIRST_PAUSE = 64
@@ -82,15 +87,19 @@ class CohortTrials:
             return
         self._times.append(now)
         num_decodes, num_cohorts = tag
-        if (len(self._times) - 1) < (SETTLING_ROUNDS + MEASURED_ROUNDS) * num_cohorts:
+        num_rounds, is_whole = divmod(len(self._times) - 1, num_cohorts)
+        num_rounds -= SETTLING_ROUNDS
+        if is_whole != 0 or num_rounds < ROUNDS_TO_FAIL:
             return
         round_s = self._median_round(num_cohorts) / num_decodes
         key = _bucket_of(num_decodes)
         if self._challenger == (key, num_cohorts):
-            self._end_trial(self._buckets[key], num_cohorts, round_s)
-        elif self._challenger is None:
-            self._go_on(key, tag, round_s, round_time)
-        self._times = self._times[num_cohorts:]
+            if num_rounds >= MEASURED_ROUNDS or round_s > self._champion_s * (1 + CLEAR_LOSS):
+                self._end_trial(self._buckets[key], num_cohorts, round_s)
+        elif num_rounds >= MEASURED_ROUNDS:
+            if self._challenger is None:
+                self._go_on(key, tag, round_s, round_time)
+            self._times = self._times[num_cohorts:]
 
     def _go_on(self, key: int, tag: Tag, round_s: float, round_time: Callable[[int], float]) -> None:
         num_decodes, num_cohorts = tag
@@ -113,6 +122,8 @@ class CohortTrials:
 
     def _end_trial(self, bucket: _Bucket, num_cohorts: int, round_s: float) -> None:
         if round_s < self._champion_s * (1 - LEAST_GAIN):
+            # The loser may try again at once: it could have met with a disturbance.
+            bucket.untried.insert(0, bucket.best)
             bucket.best, bucket.pause = num_cohorts, FIRST_PAUSE
         if bucket.untried:
             bucket.rounds_left = MEASURED_ROUNDS
