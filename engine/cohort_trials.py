@@ -6,10 +6,9 @@ and the faster stays. Trials become rarer the longer nothing changes.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 SETTLING_ROUNDS = 1
 """Not measured after a change: cohorts merge or split."""
@@ -153,8 +152,8 @@ class CohortTrials:
 
     def _median_round(self, num_cohorts: int) -> float:
         """Cohorts may return in bunches, so a round is measured from each step to the one a round later."""
-        times = np.array(self._times[SETTLING_ROUNDS * num_cohorts :])
-        return float(np.median(times[num_cohorts:] - times[:-num_cohorts]))
+        times = self._times[SETTLING_ROUNDS * num_cohorts :]
+        return statistics.median(after - before for before, after in zip(times, times[num_cohorts:], strict=False))
 
 
 def _bucket_of(num_decodes: int) -> int:

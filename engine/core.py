@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,19 +139,20 @@ class EngineCore:
                     break
                 if self._wakeup in ready:
                     self._on_signal(os.read(self._wakeup, 64))
-                self._turn()
+                self._turn(ready)
         except Exception:
             logger.exception("the core's loop failed")
             exit_code = 1
         self._end("the engine was stopped" if exit_code == 0 else "the engine failed", exit_code)
         return exit_code
 
-    def _turn(self) -> None:
-        for received in self._gateway.receive():
+    def _turn(self, ready: Container[object]) -> None:
+        for received in self._gateway.receive(ready):
             self._on_client_message(received)
         self._recorder.doing(Kind.RECEIVE)
-        for event in self._executor.receive():
-            self._on_event(event)
+        if self._worker_socket in ready:
+            for event in self._executor.receive():
+                self._on_event(event)
         for event in self._executor.end_silent_epoch():
             self._on_event(event)
         self._schedule()

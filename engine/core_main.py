@@ -4,6 +4,7 @@ It holds the run directory's lock (an inherited descriptor) from before its firs
 output, in one JSON line, where workers reach it or why it can't start.
 """
 
+import gc
 import json
 import os
 import sys
@@ -37,6 +38,9 @@ def main() -> int:
     found = {"pid": os.getpid(), "worker_address": core.worker_address, "key": config.key}
     _write_atomically(directory.core_file, json.dumps(found))
     _report(found)
+    # What was loaded stays: without it the collector has little to look through.
+    gc.collect()
+    gc.freeze()
     return core.run()
 
 

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,17 +133,30 @@ class FixedCosts:
         """Nothing to learn."""
 
 
-@dataclass(slots=True)
-class _Prediction:
-    """When a step should return, and how that depends on the coefficients."""
+_Work = tuple[float, float, float, float, float]
+"""Units of work, one entry for each coefficient in the order of the class."""
+
+_NO_WORK: _Work = (0.0, 0.0, 0.0, 0.0, 0.0)
+_HEAD: _Work = (0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+class _Path(NamedTuple):
+    """What decides when something ends."""
 
     time: float
-    gradient: Vector
-    """Units of work on the path that decides its return, counted from ``origin``."""
+    """In the model's time."""
+    gradient: _Work
+    """Work on the path, counted from ``origin``: how the end depends on the coefficients."""
     origin: int
     """The step whose sending began that path."""
+
+
+class _Prediction(NamedTuple):
+    """When a step should return."""
+
+    path: _Path
     offset: float
-    """How late the model ran when that step was sent."""
+    """How late the model ran when the step that the path begins with was sent."""
 
 
 class FittedCosts:
@@ -154,96 +167,89 @@ class FittedCosts:
     the coefficients; every measured return is one linear equation, and a robust least-squares fit takes the latest ones.
     """
 
+    # Plain numbers, no arrays: a step costs some microseconds this way, and ten times as many with arrays of five numbers.
+
     is_known = False
 
     def __init__(self, num_stages: int, prior: Coefficients | None = None) -> None:
         self.coefficients = prior or Coefficients()
         self.num_fits = 0
-        self._num_stages = num_stages
         self._theta = _vector(self.coefficients)
-        self._stage = np.arange(num_stages, dtype=np.float64)
-        self._free_at: Vector = np.full(num_stages, -np.inf)
-        """Per stage, in the model's time: end of the newest step that it has got."""
-        self._gradients: Vector = np.zeros((num_stages, 5))
-        self._origins = np.zeros(num_stages, np.int64)
+        self._paths = [_Path(-math.inf, _NO_WORK, 0)] * num_stages
+        """Per stage: what decides when it has finished the newest step that it has got."""
         self._pending: dict[int, _Prediction] = {}
         self._offset = 0.0
         """Latest measured return minus the predicted one."""
         self._offsets: dict[int, float] = {}
-        self._last: _Prediction | None = None
+        self._last: _Path | None = None
         self._last_return = 0.0
-        self._rows: deque[Vector] = deque(maxlen=WINDOW)
-        self._times: deque[float] = deque(maxlen=WINDOW)
+        self._equations: deque[tuple[_Work, float]] = deque()
+        """Gradients and seconds of the window; a few more until the next fit."""
         self._memory: Vector = np.zeros((5, 5))
         """Normal matrix of the measurements that have left the window."""
         self._until_fit = REFIT_EVERY // 4
 
     def sent(self, step_id: int, shape: StepShape, now: float, needs_step: int) -> None:
         """A step goes to the workers, whose first stage needs tokens of an earlier one."""
-        work = np.array((1.0, shape.num_rows, shape.num_tokens, shape.attention, 0.0))
-        stage_s = float(work @ self._theta)
-        ready, gradients, origins = self._free_at.copy(), self._gradients, self._origins
+        work = (1.0, float(shape.num_rows), float(shape.num_tokens), float(shape.attention), 0.0)
+        stage_s = _dot(work, self._theta)
         needed = self._pending.get(needs_step)
         begin = now - self._offset
-        if begin >= ready[0] and (needed is None or begin >= needed.time):
-            ready[0], gradients = begin, gradients.copy()
-            gradients[0], origins = 0.0, origins.copy()
-            origins[0] = step_id
-        elif needed is not None and needed.time > ready[0]:
-            ready[0], gradients = needed.time, gradients.copy()
-            gradients[0], origins = needed.gradient, origins.copy()
-            origins[0] = needed.origin
-        # Stage k ends at max over j <= k of ready[j] + (k - j + 1) * stage_s: the step meets its last queue at stage j.
-        slack = ready - self._stage * stage_s
-        latest = np.maximum.accumulate(slack)
-        source = np.maximum.accumulate(np.where(slack == latest, np.arange(self._num_stages), 0))
-        self._free_at = latest + (self._stage + 1) * stage_s
-        self._gradients = gradients[source] + (self._stage - source + 1)[:, None] * work
-        self._origins = origins[source]
+        start = self._paths[0]
+        if begin >= start.time and (needed is None or begin >= needed.path.time):
+            start = _Path(begin, _NO_WORK, step_id)
+        elif needed is not None and needed.path.time > start.time:
+            start = needed.path
+        paths: list[_Path] = []
+        for path in self._paths:
+            # On the first stage nothing is earlier than the start; behind it, the stage in front may be what is waited for.
+            if paths and path.time >= start.time:
+                start = path
+            start = _Path(start.time + stage_s, _sum(start.gradient, work), start.origin)
+            paths.append(start)
         if shape.samples:
-            self._free_at[-1] += self._theta[4]
-            self._gradients[-1, 4] += 1.0
-        origin = int(self._origins[-1])
+            end = paths[-1]
+            paths[-1] = _Path(end.time + self._theta[4], _sum(end.gradient, _HEAD), end.origin)
+        self._paths = paths
         self._offsets[step_id] = self._offset
-        self._pending[step_id] = _Prediction(
-            float(self._free_at[-1]), self._gradients[-1].copy(), origin, self._offsets.get(origin, self._offset)
-        )
+        self._pending[step_id] = _Prediction(paths[-1], self._offsets.get(paths[-1].origin, self._offset))
 
     def returned(self, step_id: int, now: float) -> None:
         """The oldest step came back."""
         prediction = self._pending.pop(step_id)
-        last = self._last
-        if last is not None and last.origin == prediction.origin:
-            gradient = prediction.gradient - last.gradient
-            error = (now - self._last_return) - (prediction.time - last.time)
+        path, last = prediction.path, self._last
+        if last is not None and last.origin == path.origin:
+            gradient = _difference(path.gradient, last.gradient)
+            error = (now - self._last_return) - (path.time - last.time)
         else:
-            gradient = prediction.gradient
-            error = now - prediction.time - prediction.offset
+            gradient = path.gradient
+            error = now - path.time - prediction.offset
         # Two predictions may lie on one path though coefficients have changed between them: time is what work explains.
-        self._learn(gradient, float(gradient @ self._theta) + error)
-        self._offset = now - prediction.time
-        self._last, self._last_return = prediction, now
-        oldest = min((p.origin for p in self._pending.values()), default=step_id)
-        if len(self._offsets) > 4 * self._num_stages + 64:
+        self._learn(gradient, _dot(gradient, self._theta) + error)
+        self._offset = now - path.time
+        self._last, self._last_return = path, now
+        if len(self._offsets) > 4 * len(self._paths) + 64:
+            oldest = min((p.path.origin for p in self._pending.values()), default=step_id)
             self._offsets = {key: value for key, value in self._offsets.items() if key >= oldest}
 
-    def _learn(self, gradient: Vector, time_s: float) -> None:
-        if time_s <= 0 or not gradient.any():
+    def _learn(self, gradient: "_Work", time_s: float) -> None:
+        if time_s <= 0 or not any(gradient):
             return
-        if len(self._rows) == WINDOW:
-            row = self._rows[0] * SCALE / (BUSY_SHARE * self._times[0] + JITTER_S)
-            self._memory += np.outer(row, row)
-        self._rows.append(gradient)
-        self._times.append(time_s)
+        self._equations.append((gradient, time_s))
         self._until_fit -= 1
         if self._until_fit <= 0:
             self._until_fit = REFIT_EVERY
+            while len(self._equations) > WINDOW:
+                old, old_s = self._equations.popleft()
+                row = np.array(old) * SCALE / (BUSY_SHARE * old_s + JITTER_S)
+                self._memory += np.outer(row, row)
             self._fit()
 
     def _fit(self) -> None:
-        rows, times = np.array(self._rows) * SCALE, np.array(self._times)
+        rows = np.array([gradient for gradient, _ in self._equations]) * SCALE
+        times = np.array([time_s for _, time_s in self._equations])
         weights = 1.0 / (BUSY_SHARE * times + JITTER_S)
-        start = self._theta / SCALE
+        start = np.array(self._theta) / SCALE
         self._memory *= MEMORY
         estimate = _non_negative_fit(rows, times, weights, start, self._memory)
         for _ in range(3):
@@ -251,8 +257,8 @@ class FittedCosts:
             usual = max(float(np.median(errors)), 1e-6)
             trust = np.sqrt(np.minimum(1.0, ROBUST_ERROR * usual / np.maximum(errors, 1e-12)))
             estimate = _non_negative_fit(rows, times, weights * trust, start, self._memory)
-        self._theta = estimate * SCALE
-        step_s, row_s, token_s, attention_s, head_s = (float(value) for value in self._theta)
+        step_s, row_s, token_s, attention_s, head_s = (estimate * SCALE).tolist()
+        self._theta = (step_s, row_s, token_s, attention_s, head_s)
         if step_s + token_s > 0:
             self.coefficients = Coefficients(
                 step_s=step_s, row_s=row_s, token_s=token_s, attention_s=attention_s, head_s=head_s
@@ -263,9 +269,21 @@ class FittedCosts:
 CostModel = FixedCosts | FittedCosts
 
 
-def _vector(coefficients: Coefficients) -> Vector:
+def _vector(coefficients: Coefficients) -> _Work:
     c = coefficients
-    return np.array((c.step_s, c.row_s, c.token_s, c.attention_s, c.head_s))
+    return (c.step_s, c.row_s, c.token_s, c.attention_s, c.head_s)
+
+
+def _dot(a: _Work, b: _Work) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4]
+
+
+def _sum(a: _Work, b: _Work) -> _Work:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4])
+
+
+def _difference(a: _Work, b: _Work) -> _Work:
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3], a[4] - b[4])
 
 
 def _non_negative_fit(rows: Vector, times: Vector, weights: Vector, start: Vector, memory: Vector) -> Vector:

@@ -7,7 +7,7 @@ it; a client that can't be reached any more has its requests aborted.
 import logging
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,11 +80,13 @@ class Gateway:
             logger.warning("%s is taken, perhaps by another engine: listening on a free port", DEFAULT_LISTEN)
             self._bind("tcp://127.0.0.1:0")
 
-    def receive(self) -> Iterator[FromClient]:
-        """What arrived and could be understood, one by one and not more than a share of a turn; the rest of it is
-        answered with an error.
+    def receive(self, ready: Container[object]) -> Iterator[FromClient]:
+        """What arrived on sockets that are ``ready`` and could be understood, one by one and not more than a share of a
+        turn; the rest of it is answered with an error.
         """
         for listener, router in enumerate(self.sockets):
+            if router not in ready:
+                continue
             for _ in range(MAX_PER_TURN):
                 frames = receive_now(router)
                 if frames is None:
