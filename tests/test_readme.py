@@ -1,6 +1,7 @@
 """Do the README's commands and its client work as they stand there?"""
 
 import importlib.metadata
+import json
 import os
 import re
 import signal
@@ -105,11 +106,23 @@ def test_quickstart_answers_and_ends_clean(tmp_path: Path) -> None:
 
 
 @needs_installation
-def test_brigade_serve_and_generate() -> None:
+def test_brigade_serve_and_generate(tmp_path: Path) -> None:
     with running_server(command("brigade serve")) as (address, server):
         done = run([*command("brigade generate"), "--connect", address])
         assert (done.stdout, done.stderr, done.returncode) == (f"{ANSWER}\n", "", 0)
+        done = run([*command("brigade bench"), "--connect", address])
+        assert done.returncode == 0 and "8 requests completed, 0 failed" in done.stdout, done.stdout + done.stderr
+        words = command("brigade timeline")
+        done = run([*words[:-1], str(tmp_path / words[-1]), "--connect", address])
+        assert done.returncode == 0 and "core's own work per step" in done.stdout, done.stdout + done.stderr
+        assert json.loads((tmp_path / words[-1]).read_text())["traceEvents"]
         assert end(server) == 0
+
+
+@needs_installation
+def test_brigade_inspect() -> None:
+    done = run(command("brigade inspect"))
+    assert done.returncode == 0 and "SmolLM2" in done.stdout, done.stdout + done.stderr
 
 
 def test_torchrun_and_the_client() -> None:
