@@ -3,6 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from kernels.gpu.dispatch import triton_for
+
 
 def gelu_mul(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu of the left half of each row times its right half; computed in float32, rounded once.
@@ -19,6 +21,9 @@ def gelu_mul(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
         raise ValueError(f"rows of {gate_up.shape[-1]} elements have no two halves")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate={approximate!r} is neither 'none' nor 'tanh'")
+    gpu = triton_for(gate_up)
+    if gpu is not None:
+        return gpu.gate_mul(gate_up, "gelu" if approximate == "none" else "gelu_tanh")
     return gelu_mul_definition(gate_up, approximate=approximate)
 
 

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from kernels.gpu.dispatch import triton_for
+
 
 def append_kv(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write this step's keys and values into their slots of one layer's cache.
@@ -21,7 +23,11 @@ def append_kv(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit a cache of {tuple(cache.shape)}")
     if slots.shape != k.shape[:1]:
         raise ValueError(f"{slots.numel()} slots for {k.shape[0]} tokens")
-    append_kv_definition(cache, k, v, slots)
+    gpu = triton_for(cache, k, v, slots)
+    if gpu is None:
+        append_kv_definition(cache, k, v, slots)
+    else:
+        gpu.append_kv(cache, k, v, slots)
 
 
 def append_kv_definition(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

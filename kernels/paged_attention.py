@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.gpu.dispatch import triton_for
+
 
 def paged_attention(
     q: Tensor,
@@ -15,6 +17,9 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    num_decodes: int = 0,
+    max_seq_len: int | None = None,
+    has_padding: bool = True,
 ) -> Tensor:
     """Each query sees its own token's key and all earlier ones of its sequence, in the cache's blocks.
 
@@ -30,6 +35,9 @@ def paged_attention(
         sinks:        [H] float32
         returns       [T, H, D], zeros for tokens of no sequence
 
+    What the caller knows of the batch saves work on a GPU: the first ``num_decodes`` sequences have one query each, the
+    first tokens; no sequence is longer than ``max_seq_len``; without ``has_padding`` every token belongs to a sequence.
+
     Head h reads key head h // (H / G). Slots past a sequence's length may hold anything, NaN included.
 
     Bytes: the keys and values of every sequence, once.
@@ -40,6 +48,12 @@ def paged_attention(
         raise ValueError(
             f"{query_starts.shape[0]} query starts and {block_table.shape[0]} tables for {seq_lens.shape[0]} sequences"
         )
+    gpu = triton_for(q, cache, query_starts, seq_lens, block_table)
+    if gpu is not None:
+        return gpu.paged_attention(
+            q, cache, query_starts, seq_lens, block_table, scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            num_decodes=num_decodes, max_seq_len=max_seq_len, has_padding=has_padding,
+        )  # fmt: skip
     return paged_attention_definition(
         q, cache, query_starts, seq_lens, block_table, scale, window=window, soft_cap=soft_cap, sinks=sinks
     )

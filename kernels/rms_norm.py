@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import DTYPES, native_for
+from kernels.gpu.dispatch import triton_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,6 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {x.shape[-1]}")
+    gpu = triton_for(x, weight)
+    if gpu is not None:
+        return gpu.rms_norm(x, weight, eps)
     native = native_for(x)
     if native is None or not _is_plain(x, weight):
         return rms_norm_definition(x, weight, eps)
@@ -40,6 +44,9 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     """
     if x.shape != delta.shape or x.dtype != delta.dtype or x.shape[-1:] != weight.shape:
         raise ValueError(f"x {tuple(x.shape)}, delta {tuple(delta.shape)}, weight {tuple(weight.shape)} do not fit")
+    gpu = triton_for(x, delta, weight)
+    if gpu is not None:
+        return gpu.add_rms_norm(x, delta, weight, eps)
     native = native_for(x, delta)
     if native is None or not _is_plain(x, weight) or not delta.is_contiguous():
         return add_rms_norm_definition(x, delta, weight, eps)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import DTYPES, native_for
+from kernels.gpu.dispatch import triton_for
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -22,6 +23,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"angles {tuple(cos.shape)} and {tuple(sin.shape)} do not fit x of shape {tuple(x.shape)}")
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise TypeError(f"angles must be float32, got {cos.dtype} and {sin.dtype}")
+    gpu = triton_for(x, cos, sin)
+    if gpu is not None:
+        gpu.apply_rope(x, cos, sin)
+        return
     native = native_for(x)
     is_plain = x.stride()[1:] == (x.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
     if native is None or not is_plain:

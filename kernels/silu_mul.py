@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.cpu.native import DTYPES, native_for
+from kernels.gpu.dispatch import triton_for
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -18,6 +19,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"rows of {gate_up.shape[-1]} elements have no two halves")
+    gpu = triton_for(gate_up)
+    if gpu is not None:
+        return gpu.gate_mul(gate_up, "silu")
     native = native_for(gate_up)
     if native is None or not gate_up.is_contiguous():
         return silu_mul_definition(gate_up)

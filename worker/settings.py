@@ -8,7 +8,7 @@ from worker.model_config import ModelConfig
 TRANSPORTS = ("auto", "gloo", "staged", "nccl")
 """What may carry activations between stages."""
 
-ATTENTION_BACKENDS = ("torch", "cpu")
+ATTENTION_BACKENDS = ("torch", "cpu", "triton")
 """Attention backends of ours; help names them where torch, which they need, isn't loaded."""
 
 

@@ -11,6 +11,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
 from kernels.sampling import most_likely
 from kernels.silu_mul import silu_mul
+from tests.interpreter import use_interpreter
 from tests.native import INSTRUCTION_SETS, use_instruction_set
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -22,10 +23,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert gap <= TOLERANCES[actual.dtype], f"relative difference {gap.item()}"
 
 
-@pytest.fixture(autouse=True, params=[*INSTRUCTION_SETS, "torch"])
+@pytest.fixture(autouse=True, params=[*INSTRUCTION_SETS, "torch", "triton"])
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test for each instruction set, and without native code."""
-    use_instruction_set(request.param, monkeypatch)
+    """Every test for each instruction set, without native code, and with the Triton kernels."""
+    if request.param == "triton":
+        use_interpreter(monkeypatch)
+    else:
+        use_instruction_set(request.param, monkeypatch)
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)

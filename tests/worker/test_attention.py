@@ -9,18 +9,30 @@ from torch import Tensor
 
 from kernels.paged_attention import paged_attention
 from kernels.panel_attention import tokens_of_panels
+from tests.interpreter import use_interpreter
 from tests.native import INSTRUCTION_SETS
 from worker.attention import AttentionNeeds, CommonAttentionMetadata, select_backend, torch_backend
 from worker.attention.torch_backend import TorchMetadata
+from worker.attention.triton_backend import TritonBackend
 
 CPU = torch.device("cpu")
 G, D, H = 2, 16, 6
-BLOCK_SIZES = {"torch": 4, "cpu": 16}
+BLOCK_SIZES = {"torch": 4, "cpu": 16, "triton": 4}
 BACKENDS = [
     "torch",
     pytest.param("cpu", marks=pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")),
+    "triton",
 ]
+SWEPT = [*BACKENDS[:2], pytest.param("triton", marks=pytest.mark.slow)]
+"""For tests of many cases: the interpreter takes a second for one batch after the other. tests/kernels has some of them."""
+
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "triton":
+        use_interpreter(monkeypatch)
 
 
 class Step:
@@ -67,7 +79,8 @@ class Step:
         self.q, self.k, self.v = (
             torch.randn(num_tokens + padding, heads, D, generator=draw).to(dtype) for heads in (H, G, G)
         )
-        self.backend = select_backend(backend, AttentionNeeds(device=CPU, dtype=dtype, head_size=D, block_size=K))
+        needs = AttentionNeeds(device=CPU, dtype=dtype, head_size=D, block_size=K)
+        self.backend = TritonBackend() if backend == "triton" else select_backend(backend, needs)
         self.builder = self.backend.make_builder(
             num_heads=H, num_kv_heads=G, head_size=D, block_size=K, dtype=dtype, device=CPU,
             window=self.rule.get("window"),
@@ -158,7 +171,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SWEPT)
 def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype) -> None:
     for batch in BATCHES.values():
         step = Step(batch, dtype=dtype, backend=backend, rule=RULES[rule], padding=1)
@@ -167,7 +180,7 @@ def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 16, 17, 33])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SWEPT)
 def test_nothing_before_the_window_is_read(backend: str, window: int) -> None:
     for batch in BATCHES.values():
         step = Step(batch, dtype=torch.float32, backend=backend, rule={"window": window})

@@ -14,6 +14,7 @@ from tests.tiny import random_llama
 from worker.attention import AttentionNeeds, Capabilities, backend_names, registry, select_backend
 from worker.attention.registry import obstacles
 from worker.attention.torch_backend import TorchBackend
+from worker.attention.triton_backend import TritonBackend
 from worker.model_config import read_model_config
 from worker.settings import ATTENTION_BACKENDS
 
@@ -100,6 +101,18 @@ def test_compute_capability(monkeypatch: pytest.MonkeyPatch, found: tuple[int, i
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     needs = replace(PLAIN, full=False, cache_dtype=torch.bfloat16, device=torch.device("cuda", 0))
     assert obstacles(Narrow, needs) == lacks
+
+
+@pytest.mark.parametrize(("found", "chosen"), [((7, 5), "torch"), ((8, 0), "triton"), ((10, 0), "triton")])
+def test_gpus_get_triton(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], chosen: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    cuda = torch.device("cuda", 0)
+    assert select(device=cuda, windowed=True, soft_capped=True, sinks=True, group_ratio=71) == chosen
+    assert select(device=cuda, head_size=20) == select(device=cuda, head_size=264) == "torch"
+    monkeypatch.setattr(TritonBackend, "missing", staticmethod(lambda: "triton"))
+    assert select(device=cuda) == "torch"
+    with pytest.raises(ConfigError, match="triton cannot be used, it lacks device cpu, triton"):
+        select("triton")
 
 
 def test_what_a_model_needs(tmp_path: Path) -> None:
