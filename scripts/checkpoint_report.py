@@ -5,7 +5,7 @@ Reads the heads of files, never weights: a checkpoint may be larger than memory.
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from engine.kv_sizing import plan_kv_cache
 from engine.kv_spec import most_blocks, spec_of
 from engine.text.sources import read_text_files
 from ipc.errors import ConfigError
-from ipc.messages import KVCacheGroup, WorkerLoaded
+from ipc.messages import WorkerLoaded
 from scripts.tokenizer_kind import tokenizer_kind
 from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import Place, PoolLimits, bytes_per_block, explain, memory_of, why_even
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
+from worker.kv_groups import kv_groups, num_cache_tensors
 from worker.memory import free_memory
 from worker.model_config import ModelConfig
 from worker.models import build_stage, check_weights
@@ -67,8 +68,12 @@ class _Inspection:
             AttentionNeeds.of(config, device=self.device, dtype=self.dtype, block_size=options.block_size),
         )
         self.sizes: PartBytes = part_bytes(config, dtype=self.dtype, backend=self.backend)
-        self.block_bytes = bytes_per_block(config, options.block_size, dtype=self.dtype, backend=self.backend)
+        self.layer_block_bytes = bytes_per_block(config, options.block_size, dtype=self.dtype, backend=self.backend)
         self.places = _places(self.device, options.num_stages)
+
+    def block_bytes(self, layers: range) -> int:
+        """What a block of the pool costs a stage with these layers."""
+        return num_cache_tensors(kv_groups(self.config, layers)) * self.layer_block_bytes
 
     def stage_bytes(self, split: Split) -> list[int]:
         """Weights of each stage."""
@@ -140,6 +145,7 @@ def _contents(model: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[s
         "head_size": config.head_size,
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
+        "windows": {str(window): count for window, count in Counter(config.windows).items() if window},
         "tied_embeddings": config.tie_word_embeddings,
         "num_parameters": sum(entry["parameters"] for entry in types.values()),
         "quantization": None if main_type in UNQUANTIZED else main_type,
@@ -238,8 +244,8 @@ def _stages(inspection: _Inspection, split: Split) -> list[dict[str, Any]]:
             "last_layer": layers[-1],
             "num_layers": len(layers),
             "weight_bytes": weight_bytes,
-            "kv_bytes_per_token": len(layers) * inspection.block_bytes // inspection.options.block_size,
-            "kv_bytes_per_block": len(layers) * inspection.block_bytes,
+            "kv_bytes_per_token": len(layers) * inspection.layer_block_bytes // inspection.options.block_size,
+            "kv_bytes_per_block": inspection.block_bytes(layers),
         }
         for stage, (layers, weight_bytes) in enumerate(zip(split, inspection.stage_bytes(split), strict=True))
     ]
@@ -263,8 +269,8 @@ def _kv(inspection: _Inspection, split: Split) -> dict[str, Any]:
         left[place.name] = left.get(place.name, place.free_bytes) - own
     pool: dict[str, Any] = {
         "block_size": inspection.options.block_size,
-        "bytes_per_token": inspection.config.num_layers * inspection.block_bytes // inspection.options.block_size,
-        "bytes_per_block": inspection.config.num_layers * inspection.block_bytes,
+        "bytes_per_token": inspection.config.num_layers * inspection.layer_block_bytes // inspection.options.block_size,
+        "bytes_per_block": sum(map(inspection.block_bytes, split)),
         "free_bytes": sum(free.values()),
         "weight_bytes": sum(weights),
         "num_blocks": 0,
@@ -277,8 +283,8 @@ def _kv(inspection: _Inspection, split: Split) -> dict[str, Any]:
         return pool | {"problem": f"the weights of all stages don't fit on this machine: {short / 1e9:.1f} GB are lacking"}
     stages = [
         WorkerLoaded(
-            core_id=0, epoch=0, rank=rank, groups=(KVCacheGroup(kind="full", layers=list(layers)),),
-            bytes_per_block=len(layers) * inspection.block_bytes, free_bytes=left[place.name], device=place.name,
+            core_id=0, epoch=0, rank=rank, groups=kv_groups(inspection.config, layers),
+            bytes_per_block=inspection.block_bytes(layers), free_bytes=left[place.name], device=place.name,
             weight_bytes=weights[rank], load_s=0.0, num_threads=1,
         )
         for rank, (layers, place) in enumerate(zip(split, inspection.places, strict=True))

@@ -85,7 +85,8 @@ def _content_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{report['head_size']} ({report['num_kv_heads']} for keys and values), vocabulary {report['vocab_size']}"
         f"{', head tied to the embedding' if report['tied_embeddings'] else ''}",
     )
-    yield _row("context", f"{report['context_length']} tokens")
+    windows = "".join(f", {_counted(count, 'layer')} with a window of {size}" for size, count in report["windows"].items())
+    yield _row("context", f"{report['context_length']} tokens{windows}")
     unusable = f"not usable: {tokenizer['problem']}"
     yield _row("tokenizer", unusable if tokenizer["problem"] else tokenizer["kind"] or "none, token ids only")
     types = [

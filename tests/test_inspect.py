@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from scripts import checkpoint_report, inspect_model
 from tests import sparse, tiny
 from tests.conftest import Checkpoints
+from tests.families import FAMILIES, random_family
 from worker.partition import split_layers
 
 GB = 10**9
@@ -86,6 +87,29 @@ def test_stages_and_pool(checkpoints: Checkpoints) -> None:
     )  # fmt: skip
     assert short["kv"]["num_blocks"] == (1 << 20) // (4 * 8 * of_token // 2)
     assert short["kv"]["max_sequences"] == short["kv"]["num_blocks"] // 8
+
+
+def test_layers_with_windows(tmp_path: Path) -> None:
+    """Groups of layers share cache memory, so a block costs what one group has in a stage."""
+    gemma = random_family(tmp_path / "gemma", "gemma3", num_layers=6)
+    found = report_of(gemma, "--pp", 2, "--kv-cache-memory", 1 << 22, "--max-model-len", 1024)
+    assert (found["architecture"], found["windows"]) == ("gemma3", {"16": 4})
+    of_layer = 2 * 2 * 48 * 4 * 16
+    assert [stage["kv_bytes_per_block"] for stage in found["stages"]] == [of_layer, of_layer]
+    assert found["kv"]["num_blocks"] == (1 << 22) // of_layer
+    text = run(gemma, "--pp", 2).stdout
+    assert "1024 tokens, 4 layers with a window of 16" in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_of_every_family(tmp_path: Path, family: str) -> None:
+    found = report_of(random_family(tmp_path / family, family), "--pp", 2, "--measure")
+    assert found["partition"]["layers"] == [3, 2]
+    compute = found["compute"]
+    tied = compute["embedding_bytes"] if found["tied_embeddings"] else 0
+    assert 5 * compute["layer_bytes"] + compute["embedding_bytes"] + compute["head_bytes"] == (
+        4 * found["num_parameters"] + tied
+    )
 
 
 def test_the_pool_is_a_share_of_what_the_weights_leave(

@@ -91,13 +91,13 @@ def random_llama(
     if not tied or garbage_head:
         tensors["lm_head.weight"] = normal(vocab_size, hidden_size)
 
-    _write_config(
+    write_config(
         folder, num_layers=num_layers, hidden_size=hidden_size, intermediate_size=intermediate_size,
         num_heads=num_heads, num_kv_heads=num_kv_heads, vocab_size=vocab_size, tied=tied,
         max_position_embeddings=max_position_embeddings, extra=config or {},
     )  # fmt: skip
-    _write_tensors(folder, tensors, num_files)
-    _write_tokenizer(folder, _byte_vocabulary(vocab_size), merges=[MERGED], bos="<s>", eos="</s>", pad="<pad>")
+    write_tensors(folder, tensors, num_files)
+    write_tokenizer(folder, byte_vocabulary(vocab_size), merges=[MERGED], bos="<s>", eos="</s>", pad="<pad>")
     return folder
 
 
@@ -133,14 +133,14 @@ def chain(folder: Path, pieces: Sequence[bytes] = SCRIPT) -> Path:
         tensors[prefix + "input_layernorm.weight"] = np.ones(hidden_size, np.float32)
         tensors[prefix + "post_attention_layernorm.weight"] = np.ones(hidden_size, np.float32)
 
-    _write_config(
+    write_config(
         folder, num_layers=num_layers, hidden_size=hidden_size, intermediate_size=intermediate_size, num_heads=4,
         num_kv_heads=2, vocab_size=vocab_size, tied=False, max_position_embeddings=1024,
         extra={"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": None},
     )  # fmt: skip
-    _write_tensors(folder, tensors, 1)
+    write_tensors(folder, tensors, 1)
     vocabulary = {"<s>": 0, "</s>": eos} | {_visible(piece): i + 1 for i, piece in enumerate(pieces)}
-    _write_tokenizer(folder, vocabulary, merges=[], bos="<s>", eos="</s>")
+    write_tokenizer(folder, vocabulary, merges=[], bos="<s>", eos="</s>")
     return folder
 
 
@@ -192,7 +192,7 @@ def text_ids(text: str) -> list[int]:
     return [FIRST_BYTE + b for b in text.encode()]
 
 
-def _write_config(
+def write_config(
     folder: Path,
     *,
     num_layers: int,
@@ -219,7 +219,7 @@ def _write_config(
     _write_json(folder / "generation_config.json", ends)
 
 
-def _write_tensors(folder: Path, tensors: Tensors, num_files: int) -> None:
+def write_tensors(folder: Path, tensors: Tensors, num_files: int) -> None:
     if num_files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -233,7 +233,7 @@ def _write_tensors(folder: Path, tensors: Tensors, num_files: int) -> None:
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
 
 
-def _write_tokenizer(
+def write_tokenizer(
     folder: Path, vocabulary: dict[str, int], *, merges: Sequence[tuple[bytes, bytes]], **special: str
 ) -> None:
     pairs = [(_visible(left), _visible(right)) for left, right in merges]
@@ -271,7 +271,7 @@ def _interleaved(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.floa
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _byte_vocabulary(vocab_size: int) -> dict[str, int]:
+def byte_vocabulary(vocab_size: int) -> dict[str, int]:
     names = ["<pad>", "</s>", "<s>", *(_visible(bytes((b,))) for b in range(256))]
     names.append(_visible(b"".join(MERGED)))
     names += [f"<x{i}>" for i in range(vocab_size - len(names))]

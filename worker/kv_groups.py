@@ -64,13 +64,17 @@ def place_layers(
     """For each of these layers its group and its tensor, by number.
 
     Raises:
-        ConfigError: groups that are not this model's.
+        ConfigError: other groups than ``kv_groups`` has for these layers.
     """
     wanted = kv_groups(config, layers)
     own = [[layer for layer in group.layers if layer in layers] for group in groups]
     known = [(group.kind, group.window, sorted(numbers)) for group, numbers in zip(groups, own, strict=True)]
     if known != [(group.kind, group.window, group.layers) for group in wanted]:
-        raise ConfigError("KVCacheConfig.groups", f"must hold layers {layers} as {wanted}, got {tuple(groups)}")
+        raise ConfigError(
+            "KVCacheConfig.groups",
+            f"layers {layers.start} to {layers.stop - 1} must be in {len(wanted)} groups, as they were reported; "
+            f"got {[(group.kind, group.window, group.layers) for group in groups]}",
+        )
     places = {layer: (g, i) for g, group in enumerate(wanted) for i, layer in enumerate(group.layers)}
     return tuple(places[layer][0] for layer in layers), tuple(places[layer][1] for layer in layers)
 

@@ -1,28 +1,21 @@
 """What model is this? Reads a checkpoint's own description, without torch."""
 
-import json
 import math
 import os
-import reprlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ipc.errors import ConfigError
+from worker.config_fields import FIELD, Fields, check_regular, errors_name, known_tokens, read_json, refused, shown
+from worker.families import MOST_LAYERS, family_of
 from worker.gguf_file import GGUFFile, read_gguf_file
-
-FIELD = "MODEL"
-
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}
-"""Class names in config.json to the families of worker/models."""
+from worker.rope_config import RopeConfig
 
 GGUF_ARCHITECTURES = {"llama": "llama"}
 """``general.architecture`` of a GGUF file to the families of worker/models."""
 
 BOUNDS = {
-    "num_layers": (1, 1 << 12),
+    "num_layers": (1, MOST_LAYERS),
     "hidden_size": (1, 1 << 20),
     "intermediate_size": (1, 1 << 24),
     "num_heads": (1, 1 << 16),
@@ -34,49 +27,7 @@ BOUNDS = {
 """Least and most of each size. No model is larger; a damaged description may well be. A context holds a prompt's token
 and an answer's."""
 
-NO_TOKEN = (-1, (1 << 32) - 1)
-"""Ids that stand for no token, the second as GGUF has it."""
-
-ROPE_KINDS = ("default", "linear", "llama3", "factors")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """How positions turn queries and keys."""
-
-    theta: float
-    """Base of the wavelengths."""
-
-    kind: str = "default"
-    """``default``; ``linear`` (all frequencies divided by ``factor``); ``llama3`` (low frequencies divided by
-    ``factor``, with a smooth passage); ``factors`` (each frequency divided by its entry of ``factors``)."""
-
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-
-    original_max_position: int = 0
-    """Context length before it was stretched; for ``llama3``."""
-
-    factors: tuple[float, ...] = ()
-    """One divisor for each of the D / 2 frequencies."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise _refused("rope type", self.kind, f"must be one of {', '.join(ROPE_KINDS)}")
-        if not (math.isfinite(self.theta) and self.theta > 0):
-            raise _refused("rope_theta", self.theta, "must be above 0")
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise _refused("rope factor", self.factor, "must be above 0")
-        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise _refused(
-                "high_freq_factor", self.high_freq_factor, f"must be above low_freq_factor={self.low_freq_factor}"
-            )
-        if self.kind == "llama3" and self.original_max_position < 1:
-            raise _refused("original_max_position_embeddings", self.original_max_position, "must be at least 1")
-        if any(not (math.isfinite(factor) and factor > 0) for factor in self.factors):
-            raise _refused("rope factors", self.factors, "must all be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +67,27 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """Bounds the scores of attention: c * tanh(score / c)."""
 
+    logit_soft_cap: float | None = None
+    """Bounds logits in the same way."""
+
+    query_scalar: float | None = None
+    """Scores are divided by its square root; None: by that of the head size."""
+
+    local_rope: RopeConfig | None = None
+    """Of layers with a window; None: the same as of the others."""
+
+    is_embedding_scaled: bool = False
+    """Embeddings are multiplied by the square root of the width."""
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return float((self.query_scalar or self.head_size) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float | None:
+        return float(self.hidden_size**0.5) if self.is_embedding_scaled else None
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """By global layer number."""
@@ -124,21 +96,25 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, (least, most) in BOUNDS.items():
             if not least <= getattr(self, name) <= most:
-                raise _refused(name, getattr(self, name), f"must be at least {least} and at most {most}")
+                raise refused(name, getattr(self, name), f"must be at least {least} and at most {most}")
         if self.num_heads % self.num_kv_heads:
-            raise _refused("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}")
+            raise refused("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}")
         if self.head_size % 2:
-            raise _refused("head_size", self.head_size, "must be even")
+            raise refused("head_size", self.head_size, "must be even")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
-            raise _refused("rms_norm_eps", self.rms_norm_eps, "must be above 0")
+            raise refused("rms_norm_eps", self.rms_norm_eps, "must be above 0")
+        for name in ("attention_soft_cap", "logit_soft_cap", "query_scalar"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise refused(name, value, "must be above 0")
         if self.rope.factors and len(self.rope.factors) != self.head_size // 2:
-            raise _refused("rope factors", len(self.rope.factors), f"must be {self.head_size // 2} numbers")
+            raise refused("rope factors", len(self.rope.factors), f"must be {self.head_size // 2} numbers")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
-            raise _refused("layer_windows", len(self.layer_windows), f"must be one for each of {self.num_layers} layers")
+            raise refused("layer_windows", len(self.layer_windows), f"must be one for each of {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.layer_windows):
-            raise _refused("layer_windows", self.layer_windows, "must be at least 1")
+            raise refused("layer_windows", self.layer_windows, "must be at least 1")
         if self.dtype not in DTYPES:
-            raise _refused("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+            raise refused("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
 
 
 def read_model_config(path: str) -> ModelConfig:
@@ -163,12 +139,6 @@ def read_model_config(path: str) -> ModelConfig:
         raise ConfigError(FIELD, f"cannot read {error.filename or path}: {error.strerror}") from None
 
 
-def check_regular(file: Path) -> None:
-    """Raise ConfigError for what is there and is not a file: reading from a pipe or a device may never end."""
-    if file.exists() and not file.is_file():
-        raise ConfigError(FIELD, f"{file} is not a regular file; give a model folder or a .gguf file")
-
-
 def _check_path(path: str) -> None:
     """The path and the model's name, which is its last part, travel in messages and logs, as UTF-8."""
     try:
@@ -178,85 +148,7 @@ def _check_path(path: str) -> None:
         raise ConfigError(FIELD, f"the path {os.fsencode(path)!r} is not valid UTF-8; rename it") from None
 
 
-def _refused(name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(FIELD, f"{name}={_shown(value)} {rule}")
-
-
-def _shown(value: Any) -> str:
-    """Whatever a file may hold, on one line, of bounded length and depth."""
-    shortened = reprlib.Repr()
-    shortened.maxstring = 80
-    return shortened.repr(value)[:100]
-
-
-@contextmanager
-def _errors_name(file: str) -> Iterator[None]:
-    """Rules that are checked where the file is no longer known."""
-    try:
-        yield
-    except ConfigError as error:
-        if file in error.message:
-            raise
-        raise ConfigError(FIELD, f"{file}: {error.message}") from None
-
-
 # ------------------------------------------------------------------------------------------------ folder
-
-
-class _Fields:
-    """Typed reads of one JSON object; an error names the file and the field."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The value; null is the same as absent. Without a default the field is required."""
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise ConfigError(FIELD, f"{self.where} has no field {name!r}, which this model needs")
-            return default
-        if kind is float and type(value) is int and abs(value) < 1 << 1000:
-            value = float(value)
-        if type(value) is not kind:
-            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} must be of type {kind.__name__}")
-        return value
-
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """An id or a list of ids; none when absent. An id of -1 means "no such token" and is left out."""
-        value = self.values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token_id) is not int for token_id in ids):
-            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} must be a token id or a list of them")
-        return _known_tokens(ids, name, self.where, vocab_size)
-
-    def must_be(self, name: str, supported: Any) -> None:
-        """Refuse a field that is set to something that would change results and isn't supported."""
-        value = self.values.get(name, supported)
-        if value is not None and value != supported:
-            raise ConfigError(FIELD, f"{self.where}: {name}={_shown(value)} is not supported, only {supported!r}")
-
-
-def _known_tokens(ids: list[int], name: str, where: str, vocab_size: int) -> tuple[int, ...]:
-    known = tuple(token_id for token_id in ids if token_id not in NO_TOKEN)
-    for token_id in known:
-        if not 0 <= token_id < vocab_size:
-            raise ConfigError(
-                FIELD, f"{where}: {name}={_shown(token_id)} must be at least 0 and below vocab_size={vocab_size}"
-            )
-    return known
-
-
-def _read_json(path: Path) -> _Fields:
-    check_regular(path)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(FIELD, f"{path} is not readable JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(FIELD, f"{path} must hold a JSON object, found {type(values).__name__}")
-    return _Fields(values, str(path))
 
 
 def _from_folder(folder: Path) -> ModelConfig:
@@ -264,38 +156,44 @@ def _from_folder(folder: Path) -> ModelConfig:
         ggufs = sorted(folder.glob("*.gguf"))
         remedy = f"give the file itself: {ggufs[0]}" if ggufs else "give a model folder in Hugging Face layout"
         raise ConfigError(FIELD, f"{folder} has no config.json; {remedy}")
-    fields = _read_json(folder / "config.json")
-    architecture = _known_architecture(fields)
+    fields = read_json(folder / "config.json")
+    family = family_of(fields)
     _refuse_unsupported(fields)
     _refuse_pickle_only(folder)
     num_heads = fields.get("num_attention_heads", int)
     hidden_size = fields.get("hidden_size", int)
-    max_position = fields.get("max_position_embeddings", int)
     vocab_size = fields.get("vocab_size", int)
-    with _errors_name(fields.where):
+    with errors_name(fields.where):
+        own = family.read(fields)
         config = ModelConfig(
-            architecture=architecture,
+            architecture=family.name,
             num_layers=fields.get("num_hidden_layers", int),
             hidden_size=hidden_size,
             intermediate_size=fields.get("intermediate_size", int),
             num_heads=num_heads,
             num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
-            head_size=fields.get("head_dim", int, 0) or _divide(hidden_size, num_heads, fields.where),
+            head_size=own.head_size or _divide(hidden_size, num_heads, fields.where),
             vocab_size=vocab_size,
-            max_position_embeddings=max_position,
+            max_position_embeddings=fields.get("max_position_embeddings", int),
             rms_norm_eps=fields.get("rms_norm_eps", float),
-            rope=_read_rope(fields, max_position),
-            tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-            attention_bias=fields.get("attention_bias", bool, False),
-            mlp_bias=fields.get("mlp_bias", bool, False),
+            rope=own.rope,
+            tie_word_embeddings=own.tie_word_embeddings,
+            attention_bias=own.attention_bias,
+            mlp_bias=own.mlp_bias,
             dtype=_read_dtype(fields),
             bos_token_id=None,
             eos_token_ids=(),
+            layer_windows=own.layer_windows,
+            attention_soft_cap=own.attention_soft_cap,
+            logit_soft_cap=own.logit_soft_cap,
+            query_scalar=own.query_scalar,
+            local_rope=own.local_rope,
+            is_embedding_scaled=own.is_embedding_scaled,
         )
     # After the sizes, since these are judged by one of them.
     eos_token_ids = fields.token_ids("eos_token_id", vocab_size)
     if (folder / "generation_config.json").exists():
-        eos_token_ids += _read_json(folder / "generation_config.json").token_ids("eos_token_id", vocab_size)
+        eos_token_ids += read_json(folder / "generation_config.json").token_ids("eos_token_id", vocab_size)
     return replace(
         config,
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
@@ -303,30 +201,15 @@ def _from_folder(folder: Path) -> ModelConfig:
     )
 
 
-def _known_architecture(fields: _Fields) -> str:
-    names = fields.get("architectures", list, [])
-    if any(type(name) is not str for name in names):
-        raise ConfigError(FIELD, f"{fields.where}: architectures={_shown(names)} must be a list of texts")
-    for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    model_type = _shown(fields.values.get("model_type"))
-    shown = ", ".join(map(_shown, names))[:200] or f"model_type {model_type} without 'architectures'"
-    raise ConfigError(
-        FIELD, f"{fields.where}: unknown architecture {shown}; known are {', '.join(sorted(ARCHITECTURES))}"
-    )
-
-
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     quantization = fields.values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ConfigError(
             FIELD,
-            f"{fields.where}: quantization_config with quant_method {_shown(method)} is not supported; "
+            f"{fields.where}: quantization_config with quant_method {shown(method)} is not supported; "
             "use an unquantized checkpoint or a .gguf file",
         )
-    fields.must_be("hidden_act", "silu")
     fields.must_be("partial_rotary_factor", 1.0)
 
 
@@ -341,38 +224,15 @@ def _refuse_pickle_only(folder: Path) -> None:
 def _divide(hidden_size: int, num_heads: int, where: str) -> int:
     if num_heads < 1 or hidden_size % num_heads:
         raise ConfigError(
-            FIELD, f"{where}: hidden_size={_shown(hidden_size)} is not a multiple of num_attention_heads={_shown(num_heads)}"
+            FIELD, f"{where}: hidden_size={shown(hidden_size)} is not a multiple of num_attention_heads={shown(num_heads)}"
         )
     return hidden_size // num_heads
 
 
-def _read_rope(fields: _Fields, max_position: int) -> RopeConfig:
-    """Either spelling: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling`` (null for none)."""
-    values = fields.get("rope_parameters", dict, {}) | fields.get("rope_scaling", dict, {})
-    rope = _Fields(values, f"{fields.where}: rope scaling")
-    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, 10000.0))
-    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    rope.must_be("partial_rotary_factor", 1.0)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=rope.get("factor", float))
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=rope.get("factor", float),
-            low_freq_factor=rope.get("low_freq_factor", float),
-            high_freq_factor=rope.get("high_freq_factor", float),
-            original_max_position=rope.get("original_max_position_embeddings", int, max_position),
-        )
-    raise ConfigError(FIELD, f"{rope.where}: type {_shown(kind)} is not supported; default, linear and llama3 are")
-
-
-def _read_dtype(fields: _Fields) -> str:
+def _read_dtype(fields: Fields) -> str:
     dtype = fields.get("dtype", str, fields.get("torch_dtype", str, "float32")).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(FIELD, f"{fields.where}: dtype={_shown(dtype)} must be one of {', '.join(DTYPES)}")
+        raise ConfigError(FIELD, f"{fields.where}: dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
     return dtype
 
 
@@ -384,7 +244,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
     if architecture not in GGUF_ARCHITECTURES:
         raise ConfigError(
             FIELD,
-            f"{file.path}: unknown architecture {_shown(architecture)}; known are {', '.join(GGUF_ARCHITECTURES)}",
+            f"{file.path}: unknown architecture {shown(architecture)}; known are {', '.join(GGUF_ARCHITECTURES)}",
         )
     _refuse_unsupported_gguf(file)
     num_heads = file.get("llama.attention.head_count", int)
@@ -400,7 +260,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
         raise ConfigError(
             FIELD, f"{file.path}: tensor token_embd.weight has shape {list(embedding_shape)}, must have two dimensions"
         )
-    with _errors_name(file.path):
+    with errors_name(file.path):
         config = ModelConfig(
             architecture=GGUF_ARCHITECTURES[architecture],
             num_layers=file.get("llama.block_count", int),
@@ -431,7 +291,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
 def _gguf_token(file: GGUFFile, name: str, vocab_size: int) -> tuple[int, ...]:
     """One id, or none."""
     key = f"tokenizer.ggml.{name}_token_id"
-    return _known_tokens([file.get(key, int)], key, file.path, vocab_size) if file.has(key) else ()
+    return known_tokens([file.get(key, int)], key, file.path, vocab_size) if file.has(key) else ()
 
 
 def _refuse_unsupported_gguf(file: GGUFFile) -> None:
@@ -446,7 +306,7 @@ def _read_gguf_rope(file: GGUFFile) -> RopeConfig:
     kind = file.get("llama.rope.scaling.type", str, "none")
     factor = file.get("llama.rope.scaling.factor", float, file.get("llama.rope.scale_linear", float, 1.0))
     if kind not in ("none", "linear"):
-        raise ConfigError(FIELD, f"{file.path}: rope scaling type {_shown(kind)} is not supported; none and linear are")
+        raise ConfigError(FIELD, f"{file.path}: rope scaling type {shown(kind)} is not supported; none and linear are")
     is_linear = kind == "linear" or file.has("llama.rope.scale_linear")
     if "rope_freqs.weight" in file.tensors:
         if is_linear:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ipc.errors import EngineError
-from ipc.messages import KVCacheConfig, KVCacheGroup, ModelRunnerOutput, SchedulerOutput
+from ipc.messages import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from scripts.bench.replay import StageJob, read_steps
 from worker.model_config import read_model_config
 from worker.model_runner import ModelRunner
@@ -38,7 +38,7 @@ class LoneStage:
         self._loaded: LoadedStage = load_stage(settings, self._topology)
         self._caches = make_caches(settings, self._loaded, KVCacheConfig(
             core_id=0, epoch=1, num_blocks=job.num_blocks, block_size=job.block_size, max_model_len=job.max_model_len,
-            groups=(KVCacheGroup(kind="full", layers=list(range(self._config.num_layers))),),
+            groups=self._loaded.kv_groups,
         ))  # fmt: skip
         shape = (job.max_num_batched_tokens, self._config.hidden_size)
         generator = torch.Generator().manual_seed(job.stage)

@@ -4,6 +4,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from ipc.messages import (
 )
 from ipc.params import SamplingParams
 from worker.clock import StageClock
+from worker.kv_groups import kv_groups
 from worker.model_config import read_model_config
 from worker.model_runner import ModelRunner
+from worker.partition import split_layers
 from worker.settings import WorkerSettings
 from worker.stage import Stage
 from worker.startup import load_stage, make_caches
@@ -146,6 +149,16 @@ def settings_for(path: Path, *, rank: int = 0, world_size: int = 1, **changes) -
     return WorkerSettings(**(values | changes))
 
 
+def merged_groups(settings: WorkerSettings) -> tuple[KVCacheGroup, ...]:
+    """The groups of all stages, as the core puts them together."""
+    split = split_layers(settings.config.num_layers, settings.world_size, settings.partition)
+    of_stages = [kv_groups(settings.config, layers) for layers in split]
+    return tuple(
+        replace(parts[0], layers=[layer for part in parts for layer in part.layers])
+        for parts in zip(*of_stages, strict=True)
+    )
+
+
 class Pipeline:
     """All stages of a model, each with its own rows and cache."""
 
@@ -165,7 +178,7 @@ class Pipeline:
         loaded = load_stage(settings, topology)
         kv = KVCacheConfig(
             core_id=7, epoch=3, num_blocks=num_blocks, block_size=settings.block_size, max_model_len=max_model_len,
-            groups=(KVCacheGroup(kind="full", layers=list(range(settings.config.num_layers))),),
+            groups=merged_groups(settings),
         )  # fmt: skip
         runner = ModelRunner(
             loaded.model, loaded.backend, make_caches(settings, loaded, kv), config=settings.config,

@@ -15,7 +15,8 @@ from ipc.errors import ConfigError
 from tests import tiny
 from tests.conftest import Checkpoints
 from worker.gguf_file import read_gguf_file
-from worker.model_config import RopeConfig, read_model_config
+from worker.model_config import read_model_config
+from worker.rope_config import RopeConfig
 
 
 def write(folder: Path, changes: dict[str, Any], *, name: str = "config.json") -> str:
@@ -88,9 +89,86 @@ def test_rope_in_both_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("Mistral", {}, (1023,) * 5),
+        ("Mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 5}, (8,) * 5),
+        ("Mistral", {"sliding_window": "null"}, (None,) * 5),
+        ("Mistral", {"sliding_window": 1024}, (None,) * 5),
+        ("Qwen2", {"sliding_window": 8, "max_window_layers": 2}, (None,) * 5),
+        ("Qwen2", {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True}, (None, None, 8, 8, 8)),
+        ("Qwen3", {"sliding_window": 8, "use_sliding_window": True}, (None,) * 5),
+        ("Qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention"] * 5}, (None,) * 5),
+        ("Gemma2", {"sliding_window": 8}, (8, None, 8, None, 8)),
+        ("Gemma3", {"sliding_window": 8}, (8, 8, 8, 8, 8)),
+        ("Gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None, 8, None, 8)),
+        ("Gemma3", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
+         (None, 8, None, 8, None)),
+    ],
+)  # fmt: skip
+def test_windows_of_layers(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    path = write(tmp_path, {"architectures": [f"{architecture}ForCausalLM"], "sliding_window": 1023} | changes)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"null"', "null"))
+    assert read_model_config(path).windows == windows
+
+
+def test_what_gemmas_take_for_granted(tmp_path: Path) -> None:
+    gemma2 = read_model_config(write(tmp_path, {"architectures": ["Gemma2ForCausalLM"]}))
+    assert (gemma2.head_size, gemma2.tie_word_embeddings) == (256, True)
+    assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert gemma2.embedding_scale == 8.0
+    gemma3 = read_model_config(write(tmp_path, {"architectures": ["Gemma3ForCausalLM"]}))
+    assert (gemma3.attention_soft_cap, gemma3.logit_soft_cap) == (None, None)
+    assert (gemma3.rope, gemma3.local_rope) == (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
+
+
+def test_gemma3_ropes_in_both_spellings(tmp_path: Path) -> None:
+    expected = RopeConfig(theta=5e5, kind="linear", factor=8.0), RopeConfig(theta=2e4)
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }}  # fmt: skip
+    for changes in (old, new):
+        config = read_model_config(write(tmp_path, {"architectures": ["Gemma3ForCausalLM"]} | changes))
+        assert (config.rope, config.local_rope) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("Mistral", {"sliding_window": 0}, ["sliding_window=0", "at least 1"]),
+        ("Mistral", {"sliding_window": 8.5}, ["sliding_window=8.5", "int"]),
+        ("Mistral", {"layer_types": ["full_attention"] * 5}, ["layer_types", "contradicts sliding_window=4096"]),
+        ("Mistral", {"attention_bias": True}, ["attention_bias=True", "only False"]),
+        ("Qwen2", {"layer_types": ["sliding_attention"] * 5}, ["layer_types", "there is no window"]),
+        ("Qwen3", {"layer_types": ["full_attention"] * 4}, ["layer_types has 4 entries", "5 layers"]),
+        ("Qwen3", {"layer_types": ["chunked_attention"] * 5}, ["'chunked_attention'", "sliding_attention"]),
+        ("Qwen3", {"layer_types": [7] * 5}, ["layer_types has 7"]),
+        ("Qwen2", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "only 'silu'"]),
+        ("Gemma2", {"hidden_activation": "silu"}, ["hidden_activation='silu'", "gelu_pytorch_tanh"]),
+        ("Gemma2", {"attn_logit_softcapping": -1.0}, ["attention_soft_cap=-1.0", "above 0"]),
+        ("Gemma2", {"query_pre_attn_scalar": 0}, ["query_scalar=0.0", "above 0"]),
+        ("Gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention=True"]),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0", "only None"]),
+        ("Gemma3", {"sliding_window_pattern": 0}, ["sliding_window_pattern=0", "at least 1"]),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, ["'rope_type'", "full_attention"]),
+        ("Gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "linear"]),
+    ],
+)
+def test_refused_rules_of_families(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    text = refusal(write(tmp_path, {"architectures": [f"{architecture}ForCausalLM"]} | changes))
+    assert all(word in text for word in words), text
+    assert str(tmp_path / "config.json") in text
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, ["MistralForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None, "model_type": "bert"}, ["bert", "LlamaForCausalLM"]),
         ({"hidden_size": None}, ["hidden_size", "no field"]),
         ({"rms_norm_eps": None}, ["rms_norm_eps", "no field"]),
@@ -150,17 +228,20 @@ def test_refused_configurations(tmp_path: Path, changes: dict[str, Any], words: 
 WRONG_VALUES = (None, True, 0, -1, 2**70, 0.5, float("inf"), "x", "", [], [1], {}, {"a": 1}, [[["deep"]]])
 
 
-def test_a_value_of_any_type_in_any_field_is_refused_or_harmless(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+def test_a_value_of_any_type_in_any_field_is_refused_or_harmless(tmp_path: Path, architecture: str) -> None:
     names = ("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
              "rope_scaling", "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias", "dtype",
              "torch_dtype", "bos_token_id", "eos_token_id", "hidden_act", "partial_rotary_factor", "model_type",
-             "quantization_config")  # fmt: skip
+             "quantization_config", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers",
+             "sliding_window_pattern", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+             "hidden_activation", "rope_local_base_freq", "use_bidirectional_attention")  # fmt: skip
     num_refused = 0
     for name in names:
         for value in WRONG_VALUES:
             try:
-                read_model_config(write(tmp_path, {name: value}))
+                read_model_config(write(tmp_path, {"architectures": [f"{architecture}ForCausalLM"], name: value}))
             except ConfigError as error:
                 num_refused += 1
                 assert "config.json" in str(error) and "\n" not in str(error)

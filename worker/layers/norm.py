@@ -10,13 +10,16 @@ from worker.layers.weight_slot import WeightSlot
 class RMSNorm(nn.Module):
     """Its weights stay float32 in every dtype: they are few, and rounding them would cost accuracy for nothing."""
 
-    def __init__(self, name: str, width: int, eps: float, *, device: torch.device) -> None:
+    def __init__(self, name: str, width: int, eps: float, *, device: torch.device, offset: float = 0.0) -> None:
+        """``offset``: what is to be added to the checkpoint's weights."""
         super().__init__()
         self.name = name
         self.eps = eps
+        self.offset = offset
         self.weight = torch.empty(width, dtype=torch.float32, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of x's last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,8 +27,11 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, delta, self.weight, self.eps)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        return {f"{self.name}.weight": WeightSlot(shape=tuple(self.weight.shape), load=self.weight.copy_)}
+        return {f"{self.name}.weight": WeightSlot(shape=tuple(self.weight.shape), load=self._load)}
 
     @property
     def size_bytes(self) -> int:
         return self.weight.nbytes
+
+    def _load(self, weight: Tensor) -> None:
+        self.weight.copy_(weight).add_(self.offset)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from worker.model_config import RopeConfig
+from worker.rope_config import RopeConfig
 
 
 class RotaryAngles(nn.Module):

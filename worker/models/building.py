@@ -9,7 +9,14 @@ from worker.attention import AttentionBackend
 from worker.model_config import ModelConfig
 from worker.models.stage import StageModel
 
-_CLASSES = {"llama": ("worker.models.llama", "LlamaStage")}
+_CLASSES = {
+    "llama": ("worker.models.llama", "LlamaStage"),
+    "mistral": ("worker.models.mistral", "MistralStage"),
+    "qwen2": ("worker.models.qwen2", "Qwen2Stage"),
+    "qwen3": ("worker.models.qwen3", "Qwen3Stage"),
+    "gemma2": ("worker.models.gemma", "Gemma2Stage"),
+    "gemma3": ("worker.models.gemma", "Gemma3Stage"),
+}
 """Loaded only when named: a family may need packages that others don't."""
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ipc.errors import ConfigError
-from worker.model_config import check_regular
+from worker.config_fields import check_regular
 from worker.weights.checkpoint import Checkpoint, StoredTensor
 from worker.weights.mapping import map_bytes
 

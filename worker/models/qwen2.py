@@ -1,0 +1,22 @@
+"""How does a Qwen 2 compute? Queries, keys and values have biases; late layers may look back on a window."""
+
+from torch import nn
+
+from kernels.silu_mul import silu_mul
+from worker.layers.attention import Attention, layer_name
+from worker.layers.gated_mlp import GatedMLP
+from worker.layers.pre_norm import PreNormLayer
+from worker.model_config import ModelConfig
+from worker.models.decoder import DecoderStage, LayerPlace
+
+
+class Qwen2Stage(DecoderStage):
+    @classmethod
+    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> nn.Module:
+        name, width, device = layer_name(layer), config.hidden_size, place.device
+        return PreNormLayer(
+            cls.make_norm(config, f"{name}.input_layernorm", width, device),
+            Attention(config, layer, qkv_bias=True, backend=place.backend, dtype=place.dtype, device=device),
+            cls.make_norm(config, f"{name}.post_attention_layernorm", width, device),
+            GatedMLP(f"{name}.mlp", width, config.intermediate_size, silu_mul, dtype=place.dtype, device=device),
+        )

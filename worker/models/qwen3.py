@@ -1,0 +1,27 @@
+"""How does a Qwen 3 compute? Queries and keys are normalised, head by head."""
+
+from torch import nn
+
+from kernels.silu_mul import silu_mul
+from worker.layers.attention import Attention, attention_name, layer_name
+from worker.layers.gated_mlp import GatedMLP
+from worker.layers.pre_norm import PreNormLayer
+from worker.model_config import ModelConfig
+from worker.models.decoder import DecoderStage, LayerPlace
+
+
+class Qwen3Stage(DecoderStage):
+    @classmethod
+    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> nn.Module:
+        name, width, device = layer_name(layer), config.hidden_size, place.device
+        return PreNormLayer(
+            cls.make_norm(config, f"{name}.input_layernorm", width, device),
+            Attention(
+                config, layer, qkv_bias=config.attention_bias, out_bias=config.attention_bias,
+                q_norm=cls.make_norm(config, f"{attention_name(layer)}.q_norm", config.head_size, device),
+                k_norm=cls.make_norm(config, f"{attention_name(layer)}.k_norm", config.head_size, device),
+                backend=place.backend, dtype=place.dtype, device=device,
+            ),
+            cls.make_norm(config, f"{name}.post_attention_layernorm", width, device),
+            GatedMLP(f"{name}.mlp", width, config.intermediate_size, silu_mul, dtype=place.dtype, device=device),
+        )  # fmt: skip
