@@ -55,6 +55,8 @@ class NativeLibrary:
         self.append_kv = self._function("append_kv", *[_POINTER] * 4, *[_INT64] * 7, _INT, _INT)
         self.argmax = self._function("argmax", _POINTER, _POINTER, _INT64, _INT64, _INT)
         self.silu_mul = self._function("silu_mul", _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
+        self.pack_linear = self._function("pack_linear", _POINTER, _POINTER, _INT64, _INT64, _INT)
+        self.linear = self._function("linear", *[_POINTER] * 4, *[_INT64] * 4, _INT, _INT)
 
     def _function(self, name: str, *argument_types: type) -> Callable[..., int]:
         """What it returns means something only where its source says so."""

@@ -12,16 +12,19 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tests import tiny
+from tests.native import INSTRUCTION_SETS, use_instruction_set
 from tests.worker.stages import CPU, Pipeline, load_stage
 from worker.layers import weight_format
 from worker.layers.linear import Linear
 from worker.layers.weight_format import (
     MAX_PADDING,
     PackedFormat,
+    PanelFormat,
     PlainFormat,
     WeightFormat,
     borrowed_format,
     can_pack,
+    computes_in_panels,
     empty_format,
 )
 
@@ -32,21 +35,39 @@ needs_packing = pytest.mark.skipif(not can_pack(BF16), reason="this torch or CPU
 
 
 @pytest.fixture
-def without_packing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As with a torch whose private operators are gone."""
+def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where our own kernels were not compiled."""
+    use_instruction_set("torch", monkeypatch)
+
+
+@pytest.fixture
+def without_packing(without_panels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And with a torch whose private operators are gone."""
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     can_pack.cache_clear()
     yield
     can_pack.cache_clear()
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(PackedFormat, marks=needs_packing),
+        pytest.param(PanelFormat, marks=pytest.mark.skipif(not INSTRUCTION_SETS, reason="no native library")),
+    ]
+)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[WeightFormat]:
+    """Either way to rearrange a matrix, chosen for every matrix that it fits."""
+    monkeypatch.setattr(weight_format, "computes_in_panels", lambda dtype: request.param is PanelFormat)
+    return request.param
+
+
 def draw(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def packed(weight: Tensor) -> WeightFormat:
+def packed(weight: Tensor, kind: type[WeightFormat]) -> WeightFormat:
     form = empty_format(*weight.shape, weight.dtype, CPU)
-    assert isinstance(form, PackedFormat)
+    assert type(form) is kind
     form.load(0, weight)
     form.prepare()
     return form
@@ -69,23 +90,20 @@ def assert_as_good(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 # ------------------------------------------------------------------------------------------------ the product
 
 
-@needs_packing
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 513])
 @pytest.mark.parametrize("shape", [(192, 128), (640, 576), (1000, 128)])
-def test_packed_computes_what_dense_does(shape: tuple[int, int], num_rows: int) -> None:
+def test_packed_computes_what_dense_does(kind: type[WeightFormat], shape: tuple[int, int], num_rows: int) -> None:
     weight, x = draw(*shape), draw(num_rows, shape[1], seed=1)
-    assert_as_good(packed(weight).apply(x, None), x, weight)
+    assert_as_good(packed(weight, kind).apply(x, None), x, weight)
 
 
-@needs_packing
-def test_a_bias_is_added() -> None:
+def test_a_bias_is_added(kind: type[WeightFormat]) -> None:
     weight, x, bias = draw(128, 64), draw(5, 64, seed=1), draw(128, seed=2) * 10
-    assert_as_good(packed(weight).apply(x, bias), x, weight, bias)
+    assert_as_good(packed(weight, kind).apply(x, bias), x, weight, bias)
 
 
-@needs_packing
 @pytest.mark.parametrize("bends", ["columns", "every second", "transposed", "offset", "backwards in rows"])
-def test_inputs_may_lie_anyhow(bends: str) -> None:
+def test_inputs_may_lie_anyhow(kind: type[WeightFormat], bends: str) -> None:
     weight = draw(128, 64)
     x = {
         "columns": draw(6, 100)[:, :64],
@@ -95,23 +113,46 @@ def test_inputs_may_lie_anyhow(bends: str) -> None:
         "backwards in rows": draw(6, 64).expand(6, 64)[::3],
     }[bends]
     before = x.clone()
-    assert_as_good(packed(weight).apply(x, None), x, weight)
+    assert_as_good(packed(weight, kind).apply(x, None), x, weight)
     assert torch.equal(x, before)
 
 
-@needs_packing
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    form, x = packed(draw(640, 576)), draw(64, 576, seed=1)
+def test_a_row_does_not_depend_on_its_neighbours(kind: type[WeightFormat]) -> None:
+    form, x = packed(draw(640, 576), kind), draw(64, 576, seed=1)
     together = form.apply(x, None)
     for i in (0, 13, 63):
         torch.testing.assert_close(form.apply(x[i : i + 1], None)[0], together[i], rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no native library")
+def test_in_panels_a_row_is_the_same_bits_beside_any_others() -> None:
+    weight, x = draw(640, 576), draw(64, 576, seed=1)
+    form = PanelFormat(weight)
+    form.prepare()
+    together = form.apply(x, None)
+    for i in (0, 13, 63):
+        assert torch.equal(form.apply(x[i : i + 1], None)[0], together[i])
+
+
+def test_logits_in_float32(kind: type[WeightFormat]) -> None:
+    """In panels they are the sums, never rounded."""
+    weight, x = draw(640, 576), draw(9, 576, seed=1)
+    logits = packed(weight, kind).apply(x, None, torch.float32)
+    assert logits.dtype == torch.float32
+    exact = linear(x.double(), weight.double())
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4 if kind is PanelFormat else 0.5)
+
+
+def test_plain_gives_the_dtype_that_is_asked_for() -> None:
+    form = PlainFormat(draw(8, 8))
+    assert form.apply(draw(2, 8), None).dtype == BF16
+    assert form.apply(draw(2, 8), None, torch.float32).dtype == torch.float32
+
+
 # ------------------------------------------------------------------------------------------------ parts and memory
 
 
-@needs_packing
-def test_parts_in_any_order_and_dtype_are_one_matrix() -> None:
+def test_parts_in_any_order_and_dtype_are_one_matrix(kind: type[WeightFormat]) -> None:
     parts = {"q": 128, "k": 64, "v": 64}
     layer = Linear(64, parts, bias=True, dtype=BF16, device=CPU)
     tensors = {f"{name}.weight": draw(rows, 64, dtype=torch.float32, seed=rows + len(name)) for name, rows in parts.items()}
@@ -125,12 +166,13 @@ def test_parts_in_any_order_and_dtype_are_one_matrix() -> None:
     assert_as_good(layer(x), x, weight, torch.cat([tensors[f"{name}.bias"] for name in parts]).to(BF16))
 
 
-@needs_packing
-def test_each_matrix_is_packed_when_its_last_part_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_matrix_is_packed_when_its_last_part_is_there(
+    kind: type[WeightFormat], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that dense and packed stand side by side for one matrix at a time."""
     packs = []
-    pack = weight_format._pack
-    monkeypatch.setattr(weight_format, "_pack", lambda weight: packs.append(ref(weight)) or pack(weight))
+    pack = kind._pack  # type: ignore[attr-defined]
+    monkeypatch.setattr(kind, "_pack", lambda form, weight: packs.append(ref(weight)) or pack(form, weight))
     layer = Linear(64, {"gate": 64, "up": 64}, bias=False, dtype=BF16, device=CPU)
     slots = layer.weight_slots()
     slots["gate.weight"].load(draw(64, 64))
@@ -141,23 +183,21 @@ def test_each_matrix_is_packed_when_its_last_part_is_there(monkeypatch: pytest.M
     assert len(packs) == 1
 
 
-@needs_packing
 @pytest.mark.parametrize("shape", [(128, 64), (576, 1536), (1001, 64)])
-def test_size_is_what_is_held(shape: tuple[int, int]) -> None:
-    """The library pads both sides to its blocks, and that counts."""
+def test_size_is_what_is_held(kind: type[WeightFormat], shape: tuple[int, int]) -> None:
+    """Both pad outputs to 64, and that counts."""
     layer = Linear(shape[1], {"a": shape[0]}, bias=True, dtype=BF16, device=CPU)
     bias_bytes = 2 * shape[0]
     assert layer.size_bytes == 2 * shape[0] * shape[1] + bias_bytes
     fill(layer, {"a.weight": draw(*shape), "a.bias": draw(shape[0])})
     held = layer.size_bytes - bias_bytes
-    if shape[0] % 64 == 0:
-        assert held == 2 * shape[0] * shape[1]
+    if kind is PanelFormat or shape[0] % 64 == 0:
+        assert held == 2 * -(-shape[0] // 64) * 64 * shape[1]
     else:
         assert 2 * shape[0] * shape[1] < held <= 2 * MAX_PADDING * shape[0] * shape[1]
 
 
-@needs_packing
-def test_a_borrowed_matrix_is_packed_as_it_is_at_the_end_and_stays_with_its_owner() -> None:
+def test_a_borrowed_matrix_is_packed_as_it_is_at_the_end_and_stays_with_its_owner(kind: type[WeightFormat]) -> None:
     table = torch.zeros(256, 64, dtype=BF16)
     head = Linear(64, {"table": 256}, bias=False, dtype=BF16, device=CPU, weight=borrowed_format(table))
     assert head.weight_slots() == {}
@@ -193,9 +233,25 @@ def test_a_borrowed_matrix_that_is_not_packed_costs_nothing() -> None:
     ],
 )
 def test_plain_where_packing_is_less_exact_unknown_or_mostly_padding(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    without_panels: None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     assert isinstance(empty_format(*shape, dtype, device), PlainFormat)
+
+
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no native library")
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_our_kernel_where_it_is_the_fastest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not without vectors worth the name, and not where the library has a matrix unit to itself."""
+    use_instruction_set(name, monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    assert computes_in_panels(BF16) == (name != "baseline")
+    if name != "baseline":
+        assert isinstance(empty_format(128, 48, BF16, CPU), PanelFormat)
+        assert isinstance(borrowed_format(draw(1001, 64)), PanelFormat)
+        for shape, dtype, device in [((97, 64), BF16, CPU), ((128, 64), torch.float32, CPU), ((128, 64), BF16, META)]:
+            assert isinstance(empty_format(*shape, dtype, device), PlainFormat)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    assert not computes_in_panels(BF16)
 
 
 def wrong_numbers(x: Tensor, packed: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
@@ -251,25 +307,29 @@ def logits_of(model: Path, num_stages: int) -> Tensor:
     return torch.cat([pipeline.step({0: tokens[:30]})[0], *(pipeline.step({0: [token]})[0] for token in tokens[30:])])
 
 
-@needs_packing
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_model_computes_the_same_with_and_without(
-    model: Path, num_stages: int, request: pytest.FixtureRequest
+    kind: type[WeightFormat], model: Path, num_stages: int, request: pytest.FixtureRequest
 ) -> None:
     with_packing = logits_of(model, num_stages)
     request.getfixturevalue("without_packing")
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(weight_format, "computes_in_panels", computes_in_panels)
     without = logits_of(model, num_stages)
     assert without.std() > 0.05
     torch.testing.assert_close(with_packing, without, rtol=0.05, atol=0.05 * without.std().item())
 
 
-@needs_packing
-def test_bytes_of_a_stage_count_a_packed_head(model: Path, request: pytest.FixtureRequest) -> None:
+def test_bytes_of_a_stage_count_a_packed_head(
+    kind: type[WeightFormat], model: Path, request: pytest.FixtureRequest
+) -> None:
     stage = load_stage(model, range(0, 5), is_first=True, is_last=True, dtype=BF16)
     assert stage.embedding is not None
-    assert isinstance(stage.head.format, PackedFormat)
+    assert type(stage.head.format) is kind
     packed_bytes = stage.weight_bytes()
     request.getfixturevalue("without_packing")
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(weight_format, "computes_in_panels", computes_in_panels)
     plain = load_stage(model, range(0, 5), is_first=True, is_last=True, dtype=BF16)
     assert isinstance(plain.head.format, PlainFormat)
     assert packed_bytes == plain.weight_bytes() + stage.embedding.weight.nbytes

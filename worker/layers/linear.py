@@ -41,8 +41,9 @@ class Linear(nn.Module):
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._parts_to_load = set() if self.is_shared else set(parts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.format.apply(x, self.bias)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, in] -> [T, out] of x's dtype, or of ``dtype``."""
+        return self.format.apply(x, self.bias, dtype)
 
     def prepare(self) -> None:
         """All is loaded, also what is shared; called once."""

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.cpu.huge_pages import weight_memory
+from kernels.cpu.native import native_for
+from kernels.packed_linear import pack_linear, packed_linear, packed_size
+
 PACKED_DTYPES = (torch.bfloat16,)
 """Not float32: packed it is up to twice as fast, but its sums are 1.6 times as far from the exact ones as the plain ones
 (576 inputs, 4.6e-7 against 2.9e-7), and who asks for float32 wants the numbers."""
@@ -30,8 +34,8 @@ class WeightFormat(ABC):
         """All rows are loaded; called once, before the first ``apply``."""
 
     @abstractmethod
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in] -> [T, out] of x's dtype."""
+    def apply(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, in] -> [T, out] of x's dtype, or of ``dtype``: float32 costs nothing where sums are kept in it anyhow."""
 
     @property
     @abstractmethod
@@ -53,23 +57,20 @@ class PlainFormat(WeightFormat):
     def prepare(self) -> None:
         """Dense is what it computes in."""
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.weight, bias)
+    def apply(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        return linear(x, self.weight, bias).to(dtype or x.dtype)
 
     @property
     def size_bytes(self) -> int:
         return 0 if self._is_borrowed else self.weight.nbytes
 
 
-class PackedFormat(WeightFormat):
-    """In the blocks in which the CPU library (oneDNN) multiplies; it would else rearrange the matrix at every product.
-
-    The dense matrix is let go when it is packed, so that nobody holds it who doesn't need it. The layout is the same for
-    any number of rows.
-    """
+class _RearrangedFormat(WeightFormat):
+    """Made of the dense matrix when that is complete, which is let go then: nobody holds it who doesn't need it."""
 
     def __init__(self, weight: Tensor) -> None:
         """``weight``: the dense matrix, kept until ``prepare``; filled by ``load``, or by someone else who holds it too."""
+        self.num_outputs = weight.shape[0]
         self._dense: Tensor | None = weight
         self._packed: Tensor | None = None
 
@@ -79,24 +80,58 @@ class PackedFormat(WeightFormat):
 
     def prepare(self) -> None:
         assert self._dense is not None, "prepared once"
-        self._packed = _pack(self._dense)
+        self._packed = self._pack(self._dense)
         self._dense = None
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    @abstractmethod
+    def _pack(self, dense: Tensor) -> Tensor: ...
+
+    @property
+    def packed(self) -> Tensor:
         assert self._packed is not None, "prepared before it is used"
-        return _multiply(x, self._packed, bias)
+        return self._packed
+
+
+class PanelFormat(_RearrangedFormat):
+    """In panels that our own kernel reads from begin to end, in large pages, for any number of rows.
+
+    A row's result is the same bits in any step.
+    """
+
+    def _pack(self, dense: Tensor) -> Tensor:
+        packed = weight_memory().empty(packed_size(*dense.shape), dense.dtype)
+        pack_linear(packed, dense)
+        return packed
+
+    def apply(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        return packed_linear(x, self.packed, self.num_outputs, bias, dtype or x.dtype)
 
     @property
     def size_bytes(self) -> int:
-        held = self._dense if self._packed is None else self._packed
-        assert held is not None
-        return held.nbytes if self._packed is None else int(torch.ops.mkldnn._nbytes(held))
+        return self.packed.nbytes if self._dense is None else self._dense.nbytes
+
+
+class PackedFormat(_RearrangedFormat):
+    """In the blocks in which the CPU library (oneDNN) multiplies; it would else rearrange the matrix at every product.
+
+    The layout is the same for any number of rows.
+    """
+
+    def _pack(self, dense: Tensor) -> Tensor:
+        return _pack(dense)
+
+    def apply(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        return _multiply(x, self.packed, bias).to(dtype or x.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(torch.ops.mkldnn._nbytes(self.packed)) if self._dense is None else self._dense.nbytes
 
 
 def empty_format(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> WeightFormat:
     """The best format for a matrix of this kind, to be filled by ``load``."""
     weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-    return PackedFormat(weight) if _is_packed(weight) else PlainFormat(weight)
+    return _rearranged(weight) or PlainFormat(weight)
 
 
 def borrowed_format(weight: Tensor) -> WeightFormat:
@@ -104,19 +139,40 @@ def borrowed_format(weight: Tensor) -> WeightFormat:
 
     Where packing pays it takes a packed copy: a head is the largest matrix of its stage, and the largest of small models.
     """
-    return PackedFormat(weight) if _is_packed(weight) else PlainFormat(weight, is_borrowed=True)
+    return _rearranged(weight) or PlainFormat(weight, is_borrowed=True)
 
 
-def _is_packed(weight: Tensor) -> bool:
+def _rearranged(weight: Tensor) -> WeightFormat | None:
+    """In the form that is worth a copy, if there is one."""
+    if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
+        return None
+    if _fits_panels(weight) and computes_in_panels(weight.dtype):
+        return PanelFormat(weight)
+    return PackedFormat(weight) if _fits_blocks(weight) and can_pack(weight.dtype) else None
+
+
+def _fits_panels(weight: Tensor) -> bool:
+    return packed_size(*weight.shape) <= MAX_PADDING * weight.numel()
+
+
+def _fits_blocks(weight: Tensor) -> bool:
     padded = 1
     for size in weight.shape:
         padded *= -(-size // PACKED_BLOCK) * PACKED_BLOCK
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in PACKED_DTYPES
-        and padded <= MAX_PADDING * weight.numel()
-        and can_pack(weight.dtype)
-    )
+    return padded <= MAX_PADDING * weight.numel()
+
+
+def computes_in_panels(dtype: torch.dtype) -> bool:
+    """Whether our kernel is the fastest on this CPU: everywhere with AVX2 or more, but where there is a matrix unit (AMX).
+
+    That one only the library uses.
+    """
+    native = native_for(torch.empty(0, dtype=dtype))
+    return native is not None and native.instruction_set != "baseline" and not _has_matrix_unit()
+
+
+def _has_matrix_unit() -> bool:
+    return hasattr(torch.cpu, "_is_amx_tile_supported") and bool(torch.cpu._is_amx_tile_supported())
 
 
 @cache

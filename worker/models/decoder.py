@@ -104,7 +104,7 @@ class DecoderStage(StageModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None and self.head is not None, "only the last stage has a head"
-        logits = self.head(self.norm(hidden)).float()
+        logits = self.head(self.norm(hidden), torch.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
