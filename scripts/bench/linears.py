@@ -1,4 +1,4 @@
-"""What does packing the weights of a model's linears save? ``python -m scripts.bench.linears --help``
+"""What does rearranging the weights of a model's linears save? ``python -m scripts.bench.linears --help``
 
 Every matrix of a kind is used once a round, so that weights come from memory as they do in a step; the ways to multiply
 take turns, and medians over the rounds are compared.
@@ -7,15 +7,22 @@ take turns, and medians over the rounds are compared.
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from worker.device import DTYPES
-from worker.layers.weight_format import PackedFormat
+from worker.layers.weight_format import (
+    PACKED_DTYPES,
+    PackedFormat,
+    PanelFormat,
+    PlainFormat,
+    WeightFormat,
+    can_pack,
+)
 from worker.model_config import ModelConfig, read_model_config
 
 HEAD_COPIES = 2
@@ -36,28 +43,31 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 class Matrices:
-    """All matrices of one kind, plain and packed."""
+    """All matrices of one kind, in each form: ``plain``, ``packed`` by the library, in ``panels`` of our own kernel."""
 
-    def __init__(self, num_outputs: int, num_inputs: int, count: int, dtype: torch.dtype) -> None:
-        self.plain = [torch.randn(num_outputs, num_inputs).to(dtype) for _ in range(count)]
-        self.packed = [PackedFormat(weight) for weight in self.plain]
-        for form in self.packed:
-            form.prepare()
+    def __init__(self, num_outputs: int, num_inputs: int, count: int, dtype: torch.dtype, is_head: bool) -> None:
+        self.dtype = torch.float32 if is_head else dtype
+        weights = [torch.randn(num_outputs, num_inputs).to(dtype) for _ in range(count)]
+        self.forms: dict[str, Sequence[WeightFormat]] = {"plain": [PlainFormat(weight) for weight in weights]}
+        if can_pack(dtype):
+            self.forms["packed"] = [PackedFormat(weight) for weight in weights]
+        if dtype in PACKED_DTYPES:
+            self.forms["panels"] = [PanelFormat(weight) for weight in weights]
+        for forms in self.forms.values():
+            for form in forms:
+                form.prepare()
 
     def measure(self, x: Tensor, num_rounds: int) -> dict[str, float]:
         """Median milliseconds per product of each way."""
-        times: dict[str, list[float]] = {"plain": [], "packed": []}
+        times: dict[str, list[float]] = {way: [] for way in self.forms}
         for _ in range(num_rounds + 1):
-            started = time.perf_counter()
-            for weight in self.plain:
-                linear(x, weight)
-            between = time.perf_counter()
-            for form in self.packed:
-                form.apply(x, None)
-            times["plain"].append(between - started)
-            times["packed"].append(time.perf_counter() - between)
+            for way, forms in self.forms.items():
+                started = time.perf_counter()
+                for form in forms:
+                    form.apply(x, None, self.dtype)
+                times[way].append((time.perf_counter() - started) / len(forms))
         # The first round makes the library's kernels.
-        return {way: 1e3 * statistics.median(found[1:]) / len(self.plain) for way, found in times.items()}
+        return {way: 1e3 * statistics.median(found[1:]) for way, found in times.items()}
 
 
 @click.command()
@@ -68,32 +78,41 @@ class Matrices:
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here too.")
 def command(model: str, rows: str, threads: int, dtype: str, rounds: int, json_file: Path | None) -> None:
-    """Compare plain and packed products for the shapes of MODEL; milliseconds per matrix, and per step over all."""
+    """Compare ways to multiply for the shapes of MODEL: milliseconds per matrix, and per step over all.
+
+    With each way what it computes (GFLOP/s) and what it reads of weights (GB/s). The head's results are float32.
+    """
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     shapes = shapes_of(read_model_config(model))
     figures = []
     totals: dict[int, dict[str, float]] = {}
+    weights_of_step = 0
     for name, (num_outputs, num_inputs, count) in shapes.items():
-        matrices = Matrices(num_outputs, num_inputs, count, DTYPES[dtype])
+        matrices = Matrices(num_outputs, num_inputs, count, DTYPES[dtype], name == "head")
+        times = 1 if name == "head" else count
+        weights_of_step += times * num_outputs * num_inputs
         for num_rows in (int(word) for word in rows.split(",")):
             found = matrices.measure(torch.randn(num_rows, num_inputs).to(DTYPES[dtype]), rounds)
             figures.append({"matrix": name, "rows": num_rows, **found})
-            _show(name, num_rows, found)
+            _show(name, num_rows, found, num_outputs * num_inputs, DTYPES[dtype])
             total = totals.setdefault(num_rows, dict.fromkeys(found, 0.0))
             for way, milliseconds in found.items():
-                total[way] += milliseconds * (1 if name == "head" else count)
+                total[way] += milliseconds * times
     for num_rows, total in totals.items():
         figures.append({"matrix": "step", "rows": num_rows, **total})
-        _show("step", num_rows, total)
+        _show("step", num_rows, total, weights_of_step, DTYPES[dtype])
     if json_file is not None:
         settings = {"model": model, "threads": threads, "dtype": dtype, "rounds": rounds, "torch": torch.__version__}
         json_file.write_text(json.dumps({**settings, "milliseconds": figures}, indent=1) + "\n")
 
 
-def _show(name: str, num_rows: int, found: dict[str, float]) -> None:
-    ratio = found["plain"] / found["packed"]
-    click.echo(f"{name:8} {num_rows:5} rows  plain {found['plain']:8.3f} ms  packed {found['packed']:8.3f} ms  {ratio:5.2f}×")
+def _show(name: str, num_rows: int, found: dict[str, float], num_weights: int, dtype: torch.dtype) -> None:
+    ways = []
+    for way, milliseconds in found.items():
+        gflops, gigabytes = 2 * num_rows * num_weights / 1e6 / milliseconds, dtype.itemsize * num_weights / 1e6 / milliseconds
+        ways.append(f"{way} {milliseconds:8.3f} ms {gflops:6.1f} GFLOP/s {gigabytes:5.1f} GB/s")
+    click.echo(f"{name:8} {num_rows:5} rows  {'   '.join(ways)}  {found['plain'] / min(found.values()):5.2f}×")
 
 
 if __name__ == "__main__":
