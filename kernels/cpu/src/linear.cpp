@@ -42,14 +42,14 @@ struct Product {
     int64_t panel_size() const { return num_steps * 2 * PANEL_OUTPUTS; }
 };
 
-// The panel that comes next, fetched bit by bit while this one is computed with. A single tile reads as fast as memory gives,
+// The panel that comes next, fetched bit by bit while this one is computed with. A single pass reads as fast as memory gives,
 // and fetching would only disturb it. With few tiles the first cache is not for what comes next: there it would drive out rows.
 class NextPanel {
 public:
     NextPanel(const Product& p, int64_t panel, int64_t num_tiles, int64_t num_passes) : is_near_(num_tiles >= 4) {
         const int64_t num_pulls = num_tiles * num_passes * (p.num_steps / UNROLL);
         const bool is_last = (panel + 1) * PANEL_OUTPUTS >= p.num_outputs;
-        if (num_tiles == 1 || num_pulls == 0 || is_last) return;
+        if (num_tiles * num_passes == 1 || num_pulls == 0 || is_last) return;
         at_ = reinterpret_cast<const char*>(p.panels + (panel + 1) * p.panel_size());
         lines_per_pull_ = parts_of(p.panel_size() * sizeof(BFloat16) / 64, num_pulls);
     }
@@ -116,27 +116,26 @@ void write_row(const Product& p, int64_t row, int64_t output, const float* sums,
     }
 }
 
-template <class Body>
+template <int Max, class Body>
 INLINE void with_rows(int64_t count, const Body& body) {
-    if (count == 1) body(Number<1>());
-    if (count == 2) body(Number<2>());
-    if (count == 3) body(Number<3>());
-    if (count == 4) body(Number<4>());
-    if constexpr (TILE_ROWS > 4) {
-        if (count == 5) body(Number<5>());
-    }
-    if constexpr (TILE_ROWS > 5) {
-        if (count == 6) body(Number<6>());
+    if (count == Max) {
+        body(Number<Max>());
+    } else if constexpr (Max > 1) {
+        with_rows<Max - 1>(count, body);
     }
 }
+
+// Vectors of outputs in a pass over a panel. Few rows take more at once: a sum waits for its last addition to end.
+constexpr int most_vectors(int64_t num_rows) { return W == 16 ? 4 : num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2; }
+constexpr int rows_with(int num_vectors) { return W == 16 || num_vectors == 2 ? TILE_ROWS : 8 / num_vectors; }
 
 // All rows [first, end), in tiles as equal as can be, with N vectors of outputs.
 template <int N, class Out>
 void run_rows(const Product& p, int64_t first, int64_t end, int64_t output, NextPanel& next) {
     const BFloat16* from = p.panels + output / PANEL_OUTPUTS * p.panel_size() + output % PANEL_OUTPUTS * 2;
-    for (int64_t num_tiles = parts_of(end - first, TILE_ROWS); num_tiles > 0; --num_tiles) {
+    for (int64_t num_tiles = parts_of(end - first, rows_with(N)); num_tiles > 0; --num_tiles) {
         const int64_t count = parts_of(end - first, num_tiles);
-        with_rows(count, [&](auto m) {
+        with_rows<rows_with(N)>(count, [&](auto m) {
             alignas(64) float sums[m.value * N * W];
             multiply<m.value, N>(p, p.rows + first * p.row_bytes, from, sums, next);
             for (int i = 0; i < m.value; ++i) write_row<Out>(p, first + i, output, sums + i * N * W, N * W);
@@ -148,14 +147,18 @@ void run_rows(const Product& p, int64_t first, int64_t end, int64_t output, Next
 template <class Out>
 void run(const Product& p, int64_t first_row, int64_t end_row, int64_t first_piece, int64_t end_piece) {
     const int64_t end = least(end_piece * PIECE, p.num_outputs);
+    const int most = most_vectors(end_row - first_row);
     for (int64_t output = first_piece * PIECE; output < end;) {
         const int64_t panel = output / PANEL_OUTPUTS, panel_end = least((panel + 1) * PANEL_OUTPUTS, end_piece * PIECE);
-        const int64_t num_passes = parts_of(panel_end - output, MAX_VECTORS * W);
-        NextPanel next(p, panel, parts_of(end_row - first_row, TILE_ROWS), num_passes);
+        NextPanel next(p, panel, parts_of(end_row - first_row, TILE_ROWS), parts_of(panel_end - output, most * W));
         while (output < least(panel_end, end)) {
-            if (panel_end - output >= MAX_VECTORS * W) {
-                run_rows<MAX_VECTORS, Out>(p, first_row, end_row, output, next);
-                output += MAX_VECTORS * W;
+            const int64_t fitting = least((panel_end - output) / W, most);
+            if (fitting >= 8) {
+                run_rows<W == 16 ? 4 : 8, Out>(p, first_row, end_row, output, next);
+                output += 8 * W;
+            } else if (fitting >= 4) {
+                run_rows<4, Out>(p, first_row, end_row, output, next);
+                output += 4 * W;
             } else {
                 run_rows<2, Out>(p, first_row, end_row, output, next);
                 output += 2 * W;
