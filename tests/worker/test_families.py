@@ -193,6 +193,17 @@ def test_a_window_off_by_one_would_show(models: Models) -> None:
         check(models, path, Engine(wider), [prompt_of(WINDOW + 1)], 1)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", NEW)
+def test_log_probabilities_of_a_prompt(models: Models, family: str, backend: str) -> None:
+    """Closer than ids need: the two formulas of gelu differ by ten times as much."""
+    path, oracle = models.get(family)
+    tokens = prompt_of(60)
+    expected = oracle.logprobs(tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    found = _prompt_logprobs(Engine(path, 2, attention_backend=backend), tokens)
+    assert (found - expected).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("family", NEW)
 def test_bfloat16_stays_near(models: Models, family: str) -> None:
     """As near to float32 as transformers in bfloat16, over the log probabilities of a sequence."""
