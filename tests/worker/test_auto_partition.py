@@ -19,6 +19,7 @@ from ipc.messages import WorkerReady
 from ipc.params import SamplingParams
 from tests import tiny
 from tests.oracle import Oracle
+from tests.families import FAMILIES, random_family
 from tests.worker.fake_core import FakeCore
 from tests.worker.pipeline import Plans, settings_for, tokens_of
 from worker import auto_partition
@@ -241,6 +242,18 @@ def test_costs_are_measured_for_every_part(model: Path, num_stages: int) -> None
     assert costs.decode.head > costs.decode.layers[0]
     assert costs.prefill.layers[0] / costs.prefill.head > costs.decode.layers[0] / costs.decode.head
     assert explain(costs, split_layers(5, num_stages, "even"), MIX)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_of_every_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr("worker.profile_stage.BUDGET_S", 0.0)
+    config = settings_for(random_family(tmp_path / family, family)).config
+    needs = AttentionNeeds.of(config, device=CPU, dtype=torch.float32, block_size=16)
+    costs = measure_costs(
+        config, num_stages=2, mix=MIX, device=CPU, dtype=torch.float32, backend=select_backend("auto", needs), block_size=16
+    )
+    assert min(costs.decode.layers + costs.prefill.layers) > 0
+    assert costs.decode.embedding > 0 and costs.decode.head > 0
 
 
 def test_sizes_are_those_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

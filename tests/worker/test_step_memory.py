@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ipc.errors import ConfigError
+from tests.families import random_family
 from tests.worker.pipeline import settings_for
 from worker.model_runner import ModelRunner
 from worker.startup import load_stage
@@ -41,6 +42,12 @@ def test_the_largest_steps_run_on_any_stage(checkpoints, monkeypatch, rank):
     assert run_largest_steps(settings, topology, stage, meter) == 123
     assert meter.calls == ["start", "peak"]
     assert seen == ([(70, None), (70, None), (8, None)] if rank == 0 else [(70, 8), (70, 1), (8, 8)])
+
+
+def test_the_largest_steps_of_a_model_with_several_groups(tmp_path):
+    path = random_family(tmp_path / "gemma", "gemma3")
+    settings, topology = settings_for(path, rank=1, world_size=2, partition="3,2"), Topology(rank=1, num_stages=2)
+    assert run_largest_steps(settings, topology, load_stage(settings, topology), FakeMeter()) == 123
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ class DecoderStage(StageModel):
             if is_first
             else None
         )  # fmt: skip
+        self._is_turned_locally = [config.local_rope is not None and config.windows[layer] is not None for layer in layers]
         place = LayerPlace(backend=backend, dtype=dtype, device=device)
         self.layers = nn.ModuleList(self.make_layer(config, layer, place) for layer in layers)
         self.norm = self.make_norm(config, FINAL_NORM, config.hidden_size, device) if is_last else None
@@ -97,8 +98,10 @@ class DecoderStage(StageModel):
         turns = self.angles(positions)
         local_turns = turns if self.local_angles is None else self.local_angles(positions)
         delta = None
-        for number, layer, cache, of_layer in zip(self.layer_range, self.layers, caches, metadata, strict=True):
-            cos, sin = turns if self.config.windows[number] is None else local_turns
+        for layer, is_local, cache, of_layer in zip(
+            self.layers, self._is_turned_locally, caches, metadata, strict=True
+        ):
+            cos, sin = local_turns if is_local else turns
             hidden, delta = layer(hidden, delta, cos, sin, cache, of_layer)
         return hidden if delta is None else hidden + delta
 
