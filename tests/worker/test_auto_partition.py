@@ -18,8 +18,8 @@ from ipc.errors import ConfigError, EngineError, PeerLost
 from ipc.messages import WorkerReady
 from ipc.params import SamplingParams
 from tests import tiny
-from tests.oracle import Oracle
 from tests.families import FAMILIES, random_family
+from tests.oracle import Oracle
 from tests.worker.fake_core import FakeCore
 from tests.worker.pipeline import Plans, settings_for, tokens_of
 from worker import auto_partition
