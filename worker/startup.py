@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipc.messages import KVCacheConfig, KVCacheGroup
+from kernels.cpu.huge_pages import ask_for_huge_pages
 from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import agree_on_split
 from worker.device import choose_num_threads, resolve_device, resolve_dtype, sharing_note
@@ -131,4 +132,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # The system hands out zeroed pages as they are first used: touching gigabytes at start took 10 s on a small virtual
     # machine, and the ledger reuses warm blocks first. The pool takes a share of free memory that leaves room for them.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    # Attention reads it in pieces of a block from all over: in small pages that is a miss in the translation for each.
+    ask_for_huge_pages(memory)
+    return memory.view(dtype).view(shape)
