@@ -14,6 +14,7 @@ SETTLING_ROUNDS = 1
 """Not measured after a change: cohorts merge or split."""
 
 MEASURED_ROUNDS = 5
+"""Whose median is a measurement."""
 
 ROUNDS_TO_FAIL = 2
 """A trial ends after so many, if it loses clearly: it costs what it loses."""
@@ -22,6 +23,7 @@ LEAST_GAIN = 0.03
 """Of a round's time: what a trial must win to change the number. Less is noise."""
 
 CLEAR_LOSS = 0.06
+"""Of a round's time: what a trial must lose to end before it has been measured in full."""
 
 PLAUSIBLE = 1.3
 """A number whose predicted round takes this many times longer than the one in force is not tried."""

@@ -201,7 +201,8 @@ class EngineCore:
 
     def _on_signal(self, received: bytes) -> None:
         if self._drain_deadline is None and self._agent_deadline is None:
-            logger.info("signal %d: draining for at most %g s", received[0], self._config.drain_timeout_s)
+            name, drain_s = signal.Signals(received[0]).name, self._config.drain_timeout_s
+            logger.info("%s: draining for at most %g s", name, drain_s)
             self._drain_deadline = time.monotonic() + self._config.drain_timeout_s
         else:
             self._drain_deadline = time.monotonic()

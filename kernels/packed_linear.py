@@ -7,6 +7,8 @@ from torch.nn.functional import linear, pad
 from kernels.cpu.native import DTYPES, native_for
 
 PANEL_OUTPUTS = 64
+"""Rows of the matrix that lie interleaved, so that a vector holds one pair of inputs of several of them."""
+
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -21,6 +23,8 @@ def pack_linear(packed: Tensor, weight: Tensor) -> None:
     Shapes:
         packed: [packed_size] bfloat16
         weight: [outputs, inputs] bfloat16
+
+    Mutates ``packed``.
     """
     num_outputs, num_inputs = weight.shape
     if packed.shape != (packed_size(num_outputs, num_inputs),) or packed.dtype != torch.bfloat16:
@@ -43,6 +47,8 @@ def packed_linear(
         packed: as ``pack_linear`` wrote it
         bias:   [outputs] bfloat16
         returns [T, outputs] of ``dtype``, bfloat16 or float32
+
+    Raises MemoryError when native code has no room for its copy of ``x``.
 
     Bytes: the matrix once, for every 192 rows or less; x and the result.
     """

@@ -93,7 +93,8 @@ def panel_attention(
     is_done = _required().attention(
         out.data_ptr(), q.data_ptr(), cache.data_ptr(),
         query_starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), None if sinks is None else sinks.data_ptr(),
-        q.shape[0], cache.shape[0], block_table.shape[1], num_seqs, block_table.stride(0), _token_stride(q), num_heads, num_kv_heads, block_size, q.shape[2],
+        q.shape[0], cache.shape[0], block_table.shape[1], num_seqs, block_table.stride(0),
+        _token_stride(q), num_heads, num_kv_heads, block_size, q.shape[2],
         window or 0, scale, soft_cap or 0.0, DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if not is_done:

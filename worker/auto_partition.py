@@ -238,13 +238,14 @@ def explain(costs: ModelCosts, split: Split, mix: Mix, memory: Memory | None = N
         gain = max(price.of_stages(even)) / max(price.of_stages(split)) - 1
         text = f"for {mix.prompt_tokens} tokens in and {mix.output_tokens} out {gain:.1%} faster than {sizes_of(even)}"
         if memory is not None:
-            text += f"; KV pool {_pool(memory, split)} instead of {_pool(memory, even)}"
+            chosen, evenly = _num_blocks(memory, split), _num_blocks(memory, even)
+            text += f"; KV pool {chosen} blocks " + ("either way" if chosen == evenly else f"instead of {evenly}")
         lines.append(text)
     return lines
 
 
-def _pool(memory: Memory, split: Split) -> str:
-    return f"{max(0, memory.num_blocks(split))} blocks"
+def _num_blocks(memory: Memory, split: Split) -> int:
+    return max(0, memory.num_blocks(split))
 
 
 def _parts(step: StepCosts) -> str:

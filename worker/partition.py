@@ -269,7 +269,7 @@ class _Search:
         return _ranges(bounds) if bounds[-1] == self.num_layers else None
 
     def _balance(self, limit: float, num_blocks: int) -> Split:
-        """Of all splits within the time limit, of which there is one, that with the least sum of squared times.
+        """Of the splits within the time limit (there is at least one) that with the least sum of squared times.
 
         Memory is heeded where a stage has its own.
         """

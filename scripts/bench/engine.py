@@ -2,11 +2,9 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -47,12 +45,11 @@ class Engine:
         """``environment``: variables on top of this process's own, of which those about threads are left out."""
         self.words = list(words)
         self.address = ""
-        self._directory = tempfile.mkdtemp(prefix="brigade-bench-")
         listen = [] if any(word.startswith("--listen") for word in words) else ["--listen", "tcp://127.0.0.1:0"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "scripts.cli", "serve", *words, *listen],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-            cwd=self._directory, env={**clean_environment(), **(environment or {})},
+            env={**clean_environment(), **(environment or {})},
         )  # fmt: skip
         assert self._process.stderr is not None
         self._output = _Output(self._process.stderr)
@@ -107,7 +104,6 @@ class Engine:
                         os.kill(pid, signal.SIGKILL)
                 self._process.wait()
         self._output.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> "Engine":
         try:

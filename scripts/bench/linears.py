@@ -70,12 +70,13 @@ class Matrices:
         return {way: 1e3 * statistics.median(found[1:]) for way, found in times.items()}
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True))
 @click.option("--rows", default="1,4,8,16,32,64,128,512", show_default=True, help="Tokens in a step, with commas.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1))
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads that compute.")
+@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]),
+              help="Of rows and weights.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Medians over so many count.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here too.")
 def command(model: str, rows: str, threads: int, dtype: str, rounds: int, json_file: Path | None) -> None:
     """Compare ways to multiply for the shapes of MODEL: milliseconds per matrix, and per step over all.

@@ -1,7 +1,7 @@
 """How would this scheduler do on that pipeline? ``python -m scripts.bench.simulate --help``"""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import click
@@ -88,7 +88,7 @@ def saturated_rate(setup: Setup, mix: Mix, count: int, seed: int) -> float:
               help="Whether the scheduler learns the coefficients from its steps, as in the engine, or is told.")
 @click.option("--variant", "variants", multiple=True, default=("auto",), metavar="NAME|N",
               help=f"{', '.join(VARIANTS)}, or a fixed number of cohorts; repeatable.")
-@click.option("--trace", "trace_path", type=click.Path(), default=None, help="CSV file: arrival,prompt,output.")
+@click.option("--trace", "trace_path", type=click.Path(), default=None, help="JSON lines or CSV: arrival (s), prompt, output (tokens).")
 @click.option("--requests", "num_requests", type=click.IntRange(1), default=400, help="Requests of a synthetic trace.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=None,
               help="Poisson arrivals per second.  [default: all at once]")
@@ -162,7 +162,8 @@ def _run_all(
     click.echo(table(rows))
     if details:
         for name, result in last_runs:
-            click.echo(f"\n{name}: {result.num_steps} steps, {result.coefficients}")
+            fitted = ", ".join(f"{part} {seconds:.3g}" for part, seconds in asdict(result.coefficients).items())
+            click.echo(f"\n{name}: {result.num_steps} steps, coefficients {fitted}")
             click.echo(stage_table(result))
     if png is not None:
         draw(png, last_runs)

@@ -57,7 +57,7 @@ def draw(path: str, timeline: Timeline) -> None:
         shown |= _draw_lane(axes, row, cut(lane.spans, begin_ns, timeline.end_ns), begin_ns)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
     axes.invert_yaxis()
-    axes.set(xlim=(0, (timeline.end_ns - begin_ns) / 1e6 or 1), xlabel="ms", title="; ".join(timeline.problems))
+    axes.set(xlim=(0, (timeline.end_ns - begin_ns) / 1e6 or 1), xlabel="time (ms)", title="; ".join(timeline.problems))
     patches = [Patch(color=colour, label=name_of(kind)) for kind, colour in COLOURS.items() if kind in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=9, frameon=False)
     figure.savefig(path, format="png", dpi=120)

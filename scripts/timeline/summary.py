@@ -249,6 +249,8 @@ def _work_lines(summary: Summary) -> list[str]:
 
 def _core_lines(summary: Summary) -> list[str]:
     core = summary.core
+    if not core.num_steps:
+        return ["core's own work per step: no step was sent in this time"]
     parts = ", ".join(f"{name} {1e6 * seconds / max(core.num_steps, 1):.0f}" for name, seconds in core.work.items())
     return [
         f"core's own work per step: p50 {core.per_step.p50_s * 1e6:.0f} us, p99 {core.per_step.p99_s * 1e6:.0f} us, "
@@ -259,6 +261,8 @@ def _core_lines(summary: Summary) -> list[str]:
 
 def _token_lines(summary: Summary) -> list[str]:
     tokens = summary.tokens
+    if not tokens.to_first_stage.count:
+        return ["sampled tokens: none came back to stage 0 in this time"]
     way, gap = tokens.to_first_stage, tokens.to_next_input
     return [
         f"sampled tokens are on stage 0 after: p50 {way.p50_s * 1e3:.3f} ms, p99 {way.p99_s * 1e3:.3f} ms; "

@@ -145,6 +145,8 @@ def test_next_to_nothing_is_summed_up_all_the_same(lanes: list[TimelineLane]) ->
     summary = summarize(timeline)
     assert summary.stages == () and summary.core.per_step.count == 0
     assert as_text(summary).startswith("the last ")
+    assert "core's own work per step: no step was sent" in as_text(summary)
+    assert "none came back to stage 0" in as_text(summary)
     json.dumps(trace_of(timeline))
 
 

@@ -169,5 +169,6 @@ class Receiver(Protocol):
     def wait(self, step_id: int) -> list[Tensor]:
         """The tensors of the oldest posted step, which must be this one; views, valid until the next ``wait``.
 
-        They are whole when this returns, or on a device for what is computed behind it. Raises PeerLost when they don't come in time or are not what was agreed.
+        They are whole when this returns, or on a device for what is computed behind it. Raises PeerLost when they don't
+        come in time or are not what was agreed.
         """
