@@ -69,7 +69,8 @@ class Plan:
               help="Same seed, same arrivals, lengths and prompts.")
 @click.option("--warm-up", "num_warm_up", type=click.IntRange(0), default=4, show_default=True,
               help="Requests of the same kind that are sent before and not counted.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the result as JSON; '-' prints it instead of the table.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE",
+              help="Write the result as JSON; '-' prints it instead of the table.")
 def command(
     connect: str, serve: str | None, concurrency: int | None, rate: float | None, trace: str | None, num_requests: int,
     prompt_tokens: Lengths, output_tokens: Lengths, ignore_eos: bool, temperature: float, seed: int, num_warm_up: int,
@@ -88,6 +89,7 @@ def command(
       130  interrupted
     """
     try:
+        _check_folder(json_path)
         requests, settings = _requests(
             trace, concurrency, rate, num_requests, prompt_tokens, output_tokens, seed
         )
@@ -111,10 +113,18 @@ def command(
         sys.exit(EXIT_REQUEST_FAILED)
 
 
+def _check_folder(json_path: str | None) -> None:
+    """A typing error must not cost the result of a long run."""
+    if json_path is not None and json_path != "-" and not Path(json_path).parent.is_dir():
+        raise ConfigError("--json", f"there is no folder {Path(json_path).parent}")
+
+
 def _requests(
     trace: str | None, concurrency: int | None, rate: float | None, count: int, prompt: Lengths, output: Lengths, seed: int
 ) -> tuple[list[TraceRequest], dict[str, Any]]:
     """What comes when, and how the result says so."""
+    if rate is not None and math.isnan(rate):
+        raise ConfigError("--rate", "must be a number of requests per second, or inf")
     if rate is not None and (concurrency is not None or trace is not None):
         raise ConfigError("--rate", "can't be given with --concurrency or --trace, which have arrivals of their own")
     if trace is not None:
@@ -180,6 +190,6 @@ def _write(summary: dict[str, Any], json_path: str | None) -> None:
     if json_path == "-":
         click.echo(text)
         return
+    click.echo(table(summary))
     if json_path is not None:
         Path(json_path).write_text(text + "\n", encoding="utf-8")
-    click.echo(table(summary))

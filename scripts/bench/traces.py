@@ -21,6 +21,9 @@ from scripts.bench.lengths import Lengths
 
 COLUMNS = ["arrival", "prompt", "output"]
 
+MAX_ARRIVAL_S = 1e9
+"""More than thirty years: what is later is a mistake."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -86,12 +89,15 @@ def _read_json(path: str, lines: list[str]) -> list[TraceRequest]:
         arrival, prompt, output = (values[name] for name in COLUMNS)
         if type(arrival) not in (int, float) or type(prompt) is not int or type(output) is not int:
             raise ConfigError("--trace", f"{where}: {line!r:.80} must hold a number of seconds and two of tokens")
-        trace.append(_checked(where, float(arrival), prompt, output))
+        trace.append(_checked(where, arrival, prompt, output))
     return trace
 
 
 def _read_csv(path: str, lines: list[str]) -> list[TraceRequest]:
-    rows = list(csv.reader(lines))
+    try:
+        rows = list(csv.reader(lines))
+    except csv.Error as error:
+        raise ConfigError("--trace", f"{path} can't be read: {error}") from None
     if not rows or [name.strip() for name in rows[0]] != COLUMNS:
         raise ConfigError(
             "--trace", f"{path}, line 1: must be the header {','.join(COLUMNS)}, or an object in JSON with these keys"
@@ -111,8 +117,9 @@ def _parse(where: str, row: list[str]) -> TraceRequest:
 
 
 def _checked(where: str, arrival: float, num_prompt: int, num_output: int) -> TraceRequest:
-    if not (math.isfinite(arrival) and arrival >= 0):
-        raise ConfigError("--trace", f"{where}: arrival={arrival:g} must be a finite number of seconds, at least 0")
+    # An integer of JSON may be too large for a float, so it is compared first.
+    if not 0 <= arrival <= MAX_ARRIVAL_S:
+        raise ConfigError("--trace", f"{where}: arrival={arrival!s:.20} must be a number of seconds from 0 to {MAX_ARRIVAL_S:g}")
     if num_prompt < 1 or num_output < 1:
         raise ConfigError("--trace", f"{where}: prompt={num_prompt} and output={num_output} must be at least 1 token")
-    return TraceRequest(arrival, num_prompt, num_output)
+    return TraceRequest(float(arrival), num_prompt, num_output)

@@ -120,6 +120,7 @@ def test_a_trace_of_json_lines(tmp_path: Path) -> None:
         ('{"arrival": 0, "prompt": 3.5, "output": 1}', "two of tokens"),
         ('{"arrival": true, "prompt": 3, "output": 1}', "two of tokens"),
         ('{"arrival": NaN, "prompt": 3, "output": 1}', "arrival=nan must be"),
+        ('{"arrival": 1' + 400 * "0" + ', "prompt": 3, "output": 1}', "line 2: arrival=10000000000000000000 must be"),
         ('{"arrival": 0, "prompt": 0, "output": 1}', "prompt=0 and output=1"),
         ('{"arrival": 0, ', "is not JSON"),
     ],

@@ -81,10 +81,11 @@ def test_a_trace_is_replayed_in_order_of_arrival(tmp_path: Path) -> None:
         ("arrival,prompt,output\n", "has no requests"),
         ("arrival,prompt,output\n0,1,2\n0,1\n", "line 3: has 2 fields, needs 3"),
         ("arrival,prompt,output\n0,1,2\n0,1,2\n0,x,2\n", "line 4: '0,x,2' is not a number"),
-        ("arrival,prompt,output\nnan,1,2\n", "line 2: arrival=nan must be a finite"),
-        ("arrival,prompt,output\n-1,1,2\n", "line 2: arrival=-1 must be"),
+        ("arrival,prompt,output\nnan,1,2\n", "line 2: arrival=nan must be a number of seconds"),
+        ("arrival,prompt,output\n-1,1,2\n", "line 2: arrival=-1.0 must be"),
         ("arrival,prompt,output\n0,0,2\n", "line 2: prompt=0 and output=2 must be at least 1"),
         ("arrival,prompt,output\n0,1,2\n\n", "line 3: has 0 fields"),
+        ("arrival,prompt,output\n" + 200_000 * "1" + ",1,2\n", "field larger than field limit"),
     ],
 )
 def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, text: str, message: str) -> None:

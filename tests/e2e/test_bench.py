@@ -48,6 +48,10 @@ def test_what_can_not_work_is_said_before_anything_is_sent(engines: EnginePool, 
     assert result.exit_code == 2 and f"max_model_len={limit}" in result.output
     result = bench("--connect", engine.address, "--rate", "1", "--concurrency", "1")
     assert result.exit_code == 2 and "--rate" in result.output
+    result = bench("--connect", engine.address, "--rate", "nan", "--num-requests", "1")
+    assert result.exit_code == 2 and "--rate" in result.output
+    result = bench("--connect", engine.address, "--num-requests", "1", "--json", "/nonexistent/result.json")
+    assert result.exit_code == 2 and "there is no folder /nonexistent" in result.output
     assert engine.raw.stats()["prompt_tokens_total"] == before
     result = bench("--serve", "/nonexistent --pp 1")
     assert result.exit_code == 3 and "/nonexistent" in result.output and "did not become ready" in result.output
