@@ -58,6 +58,18 @@ def test_a_number_that_the_model_thinks_hopeless_is_not_tried() -> None:
     assert 1 not in decoding.used and set(decoding.used) >= {7, 8, 9}
 
 
+def test_a_disturbance_costs_a_number_its_place_for_a_few_rounds_only() -> None:
+    """While the number in force was measured something else ran; the worse one that won meanwhile is challenged at once."""
+    decoding = Decoding(2, dict.fromkeys((1, 2, 3), 0.030), {1: 0.011, 2: 0.010, 3: 0.012})
+    while decoding.run(1) == 2:
+        pass
+    decoding.true_s = {1: 0.012, 2: 0.010, 3: 0.014}
+    decoding.run(FIRST_PAUSE)
+    decoding.used.clear()
+    decoding.run(FIRST_PAUSE // 4)
+    assert set(decoding.used) == {2}
+
+
 def test_a_change_of_the_load_ends_a_trial_without_a_verdict() -> None:
     decoding = Decoding(2, {1: 0.005, 2: 0.01, 3: 0.01}, {1: 0.011, 2: 0.010, 3: 0.012})
     while decoding.run(1) == 2:

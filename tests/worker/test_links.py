@@ -136,6 +136,17 @@ def test_a_buffer_is_not_touched_while_its_send_waits_for_the_peer(pair):
         assert_same(got[step_id - 1], activations(9, step_id))
 
 
+def test_a_flush_gives_up_after_its_own_time_not_that_of_a_hop(groups):
+    """Whoever leaves has less time than a step: a peer that takes nothing may not hold it longer."""
+    for kind in ("gloo", "staged"):
+        sender = Pair(kind, groups).make_sender(timeout_s=30)
+        sender.send(1, activations(9, 1))
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="step 1: sending to rank 1 failed"):
+            sender.flush(0.2)
+        assert time.monotonic() - started < 10
+
+
 def test_each_transfer_is_waited_for_once(pair):
     sender, receiver = pair.make_sender(), pair.make_receiver()
     for step_id in range(1, 8):
