@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -62,7 +63,8 @@ def end_everything(cause: str, error_file: str | None) -> None:
     its root cause.
     """
     if error_file is not None:
-        with open(error_file, "a", encoding="utf-8") as file:
+        # A launcher that was stopped has cleaned up by now, and wants to hear nothing.
+        with suppress(FileNotFoundError), open(error_file, "a", encoding="utf-8") as file:
             file.write(cause + "\n")
     else:
         sys.stderr.write(f"brigade: {cause}\n")

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from ipc.errors import PeerLost, RequestError
 from scripts import cli, generate
+from scripts.ending import end_everything
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -184,3 +185,9 @@ def test_an_unknown_command_is_named() -> None:
 def test_the_commands_start_without_torch() -> None:
     script = "import sys, scripts.cli, scripts.generate, scripts.launch, scripts.show_timeline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_a_cause_for_a_launcher_that_is_gone_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    end_everything("rank 0: whatever", str(tmp_path / "gone" / "errors"))

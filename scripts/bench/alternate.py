@@ -53,15 +53,22 @@ def alternate(
     """
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
+        partitions: dict[int, str] = {}
         for name, words in settings.items():
-            engines[name] = Engine(words)
-            stack.callback(engines[name].stop)
-        for name, engine in engines.items():
+            given = partitions.get(_num_stages(words))
+            engine = engines[name] = Engine([*words, *(("--pipeline-partition", given) if given else ())])
+            stack.callback(engine.stop)
             engine.wait_ready()
             if cores is not None:
                 engine.pin(cores)
+            # Measured splits may differ from start to start, and would be compared along with the settings.
+            partitions.setdefault(_num_stages(words), engine.partition())
             say(f"{name}: ready, layers per stage {engine.partition()}")
         return asyncio.run(_play(engines, cases, num_rounds))
+
+
+def _num_stages(words: Sequence[str]) -> int:
+    return int(words[words.index("--pp") + 1]) if "--pp" in words else 1
 
 
 async def _play(engines: Mapping[str, Engine], cases: Sequence[Case], num_rounds: int) -> Results:
