@@ -7,6 +7,7 @@ through the launcher's error file.
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
 
@@ -18,19 +19,23 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run torchrun with this process's arguments; the first one is the launcher's pid."""
+    """Run torchrun with this process's arguments; the first two are the launcher's pid and its directory."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    launcher_pid = int(sys.argv[1])
+    launcher_pid, directory = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher_pid:
-        return 1
-    logging.disable(logging.CRITICAL)
     try:
-        run(parse_args(sys.argv[2:]))
+        if os.getppid() != launcher_pid:
+            return 1
+        logging.disable(logging.CRITICAL)
+        run(parse_args(sys.argv[3:]))
     except SignalException as ended:
         return 128 + ended.sigval
     except ChildFailedError:
         return 1
+    finally:
+        if os.getppid() != launcher_pid:
+            # It was killed, so nobody else will.
+            shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

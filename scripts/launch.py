@@ -125,7 +125,7 @@ class Launcher:
 
     def _agent_words(self) -> list[str]:
         return [
-            sys.executable, "-m", "scripts.agent", str(os.getpid()),
+            sys.executable, "-m", "scripts.agent", str(os.getpid()), self._directory,
             f"--nproc-per-node={self._num_stages}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self._directory}/rendezvous",

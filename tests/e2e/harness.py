@@ -252,7 +252,7 @@ class Engine:
     def check_nothing_left(self, *, sockets_only: bool = False) -> None:
         """No socket of ours, and nothing else, in the temporary directory or where run directories are.
 
-        A launcher that was killed can't remove its own directory: ``sockets_only`` leaves such aside.
+        An agent of torchrun that was killed can't remove its directory: ``sockets_only`` leaves such aside.
         """
         left = [
             path for path in self.tmp.rglob("*")

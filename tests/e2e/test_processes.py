@@ -26,7 +26,7 @@ RESTART_S = 60.0
 # ---------------------------------------------------------------------------------------------- P2
 
 
-def killed(engine: Engine, victim: str) -> None:
+def killed(engine: Engine, victim: str, *, is_torchrun: bool) -> None:
     """SIGKILL to one process of the chain that holds the engine up."""
     tree = engine.tree()
     assert len(tree.ranks) == 2 and tree.core is not None
@@ -37,7 +37,7 @@ def killed(engine: Engine, victim: str) -> None:
     begin = time.monotonic()
     engine.wait_gone(GONE_S)
     assert engine.exit_codes(GONE_S) != [0]
-    engine.check_nothing_left(sockets_only=True)
+    engine.check_nothing_left(sockets_only=is_torchrun)
     engine.raw.wait(streams, max(1.0, GONE_S - (time.monotonic() - begin)))
     assert all(s.failed is not None or s.finish_reason == "length" for s in streams)
 
@@ -53,7 +53,7 @@ def test_p2_nothing_outlives_its_parent(
     try:
         engine.wait_ready()
         address = engine.address
-        killed(engine, victim)
+        killed(engine, victim, is_torchrun=launcher == "torchrun")
     finally:
         engine.kill()
     if victim == "agent" and launcher == "brigade":
