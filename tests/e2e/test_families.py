@@ -47,14 +47,14 @@ def test_a_pool_holds_what_windows_leave(tmp_path: Path, excused: list[Excused])
         stats = engine.settle()
         assert (stats["kv_blocks_total"], stats["preemptions_total"]) == (16, 0)
     full = random_family(tmp_path / "full", "mistral", config={"sliding_window": 1024})
-    check_failure(fail_to_start(full, flags=flags), "--max-model-len", "needs 32 KV blocks", "the pool has 16")
+    check_failure(fail_to_start(full, flags=flags, within_s=90.0), "--max-model-len", "needs 32 KV blocks", "the pool has 16")
 
 
 def test_a_backend_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:
     model = random_family(tmp_path / "odd", "qwen3", config={"head_dim": 24})
-    failure = fail_to_start(model, flags=["--attention-backend", "triton", "--device", "cpu"])
+    failure = fail_to_start(model, flags=["--attention-backend", "triton", "--device", "cpu"], within_s=90.0)
     check_failure(failure, "--attention-backend: triton cannot be used, it lacks device cpu")
-    unknown = fail_to_start(model, flags=["--attention-backend", "flash"])
+    unknown = fail_to_start(model, flags=["--attention-backend", "flash"], within_s=90.0)
     check_failure(unknown, "'flash' is unknown; give auto or one of", "torch")
 
 
