@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sampling import gumbel_noise, most_likely, nucleus, top_tokens
+from kernels.gpu.dispatch import triton_for
+from kernels.sampling import draw, gumbel_noise, most_likely, nucleus, top_tokens
 
 _ELEMENTS_AT_ONCE = 1 << 18
 """Rows are worked on in pieces of this size: they stay in a core's cache while a dozen passes go over them."""
@@ -49,6 +50,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits: [S, V] float32; not changed. Rows for which ``nan_rows`` holds get some id in range
         returns [S] int64
     """
+    if triton_for(logits) is not None:
+        # In one launch, and the host need not know which rows have which filters.
+        return draw(logits, batch.temperature, batch.top_k, batch.top_p, batch.seed, batch.position)
     greedy = batch.temperature == 0
     filtered = ~greedy & ((batch.top_k > 0) & (batch.top_k < logits.shape[1]) | (batch.top_p < 1))
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -51,7 +51,7 @@ def ragged_tiling(group: int, head_size: int, dtype: torch.dtype) -> Tiling:
     """For any number of queries."""
     width = next_power_of_2(head_size)
     if dtype == torch.float32:
-        rows, keys, num_warps, num_stages = (32, 32, 8, 2) if width <= 128 else (16, 16, 8, 2)
+        rows, keys, num_warps, num_stages = (32, 16, 8, 2) if width <= 128 else (16, 16, 4, 2)
     elif width <= 128:
         rows, keys, num_warps, num_stages = 128, 64, 8, 3
     else:
@@ -60,10 +60,11 @@ def ragged_tiling(group: int, head_size: int, dtype: torch.dtype) -> Tiling:
 
 
 def decode_tiling(group: int, head_size: int, dtype: torch.dtype) -> Tiling:
-    """For one query: tiles of 32 KiB of keys and values, of which three are under way."""
-    bytes_per_key = 2 * next_power_of_2(head_size) * ELEMENT_SIZES[dtype]
-    keys = min(128, max(16, (32 << 10) // bytes_per_key))
-    return Tiling(rows=max(16, next_power_of_2(group)), keys=keys, num_warps=4, num_stages=3)
+    """For one query: tiles of 32 KiB of keys and values, half as much where registers would not suffice."""
+    rows = max(16, next_power_of_2(group))
+    tile_bytes = (16 << 10) if dtype == torch.float32 or rows > 32 else (32 << 10)
+    keys = tile_bytes // (2 * next_power_of_2(head_size) * ELEMENT_SIZES[dtype])
+    return Tiling(rows=rows, keys=min(128, max(16, keys)), num_warps=8 if rows > 32 else 4, num_stages=3)
 
 
 def paged_attention(

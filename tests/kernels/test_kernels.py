@@ -64,6 +64,21 @@ def test_add_rms_norm(dtype: torch.dtype, width: int) -> None:
         add_rms_norm(x, delta[:6], weight, 1e-5)
 
 
+def test_norms_of_heads_within_a_wider_tensor(dtype: torch.dtype) -> None:
+    """As a model has its queries: neither rows nor tokens lie together."""
+    qkv, weight = torch.randn(5, 9, 24).to(dtype), torch.randn(24)
+    before = qkv.clone()
+    heads, others = qkv[:, 1:4], qkv[:, 5:8]
+    wide = heads.double()
+    assert_close(rms_norm(heads, weight, 1e-5), wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    for delta in (others, others.contiguous()):
+        total, out = add_rms_norm(heads, delta, weight, 1e-5)
+        wide = total.double()
+        assert torch.equal(total, heads + others)
+        assert_close(out, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    assert torch.equal(qkv, before)
+
+
 def test_rms_norm_of_tiny_and_huge_rows() -> None:
     assert torch.equal(rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6), torch.zeros(1, 8))
     huge = rms_norm(torch.full((1, 8), 1e4, dtype=torch.float16), torch.ones(8), 1e-6)
@@ -126,10 +141,10 @@ def test_append_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None
 
 def test_append_kv_with_offsets_beyond_32_bits() -> None:
     """On memory that is never touched but for one slot."""
-    cache = torch.empty(2, 1 << 17, 16, 8, 128, dtype=torch.bfloat16)
-    assert cache.stride(0) == 1 << 31
+    cache = torch.empty(2, (1 << 17) + 1, 16, 8, 128, dtype=torch.bfloat16)
+    assert cache[0, -1].storage_offset() == 1 << 31
     k = torch.randn(1, 8, 128).bfloat16()
-    append_kv(cache, k, -k, torch.tensor([(1 << 21) - 1]))
+    append_kv(cache, k, -k, torch.tensor([(1 << 21) + 15]))
     assert torch.equal(cache[1, -1, -1], -k[0])
 
 

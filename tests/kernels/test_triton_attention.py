@@ -207,10 +207,10 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 2])
 def test_offsets_beyond_32_bits(num_queries: int) -> None:
-    """On memory that is touched in a few blocks only: keys and values are 2**31 elements apart, and blocks at both ends."""
-    cache = torch.empty(2, 1 << 17, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE)
-    assert cache.stride(0) == 1 << 31
-    table = torch.tensor([[(1 << 17) - 1, 0, (1 << 16) + 1]], dtype=torch.int32, device=DEVICE)
+    """On memory that is touched in a few blocks only, of which one lies more than 2**31 elements behind the first."""
+    cache = torch.empty(2, (1 << 17) + 4, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.tensor([[(1 << 17) + 2, 0, (1 << 16) + 1]], dtype=torch.int32, device=DEVICE)
+    assert int(table.max()) * cache.stride(1) > 1 << 31
     cache[:, table[0].long()] = torch.randn(2, 3, 16, 8, 128, device=DEVICE).bfloat16()
     q = torch.randn(num_queries, 8, 128, device=DEVICE).bfloat16()
     starts, lengths = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, num_queries], [40]))

@@ -1,22 +1,23 @@
 """Do all attention backends give the same tokens to the same engine steps?"""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from tests.interpreter import use_interpreter
 from tests.native import INSTRUCTION_SETS
 from tests.worker.pipeline import Pipeline, Plans, tokens_of
+from worker.attention.triton_backend import TritonBackend
 
-pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
 
-
-def generate(pipeline: Pipeline) -> dict[int, list[int]]:
+def generate(pipeline: Pipeline, num_steps: int = 40) -> dict[int, list[int]]:
     """Prompts that come at different times and in chunks, beside decodes that cross block edges."""
     plans = Plans()
     got: dict[int, list[int]] = {}
     waiting = {row: random.Random(row).choices(range(3, 512), k=length) for row, length in enumerate((1, 15, 33, 50))}
     left = {row: len(prompt) for row, prompt in waiting.items()}
-    for step in range(40):
+    for step in range(num_steps):
         if step % 3 == 0 and waiting:
             row, prompt = waiting.popitem()
             plans.add(row, prompt)
@@ -29,6 +30,7 @@ def generate(pipeline: Pipeline) -> dict[int, list[int]]:
     return got
 
 
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_ids_are_equal(checkpoints, num_stages: int) -> None:
     results = {
@@ -37,3 +39,17 @@ def test_ids_are_equal(checkpoints, num_stages: int) -> None:
     }
     assert results["cpu"] == results["torch"]
     assert min(len(tokens) for tokens in results["cpu"].values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "num_steps"), [("one_layer", 6), pytest.param("fx_r", 12, marks=pytest.mark.slow)]
+)
+def test_a_whole_model_in_triton(checkpoints, checkpoint: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, turns, gates, cache writes, attention and draws, each as plain torch has them."""
+    folder = getattr(checkpoints, checkpoint)
+    expected = generate(Pipeline(folder, 1, attention_backend="torch"), num_steps)
+    use_interpreter(monkeypatch)
+    here = replace(TritonBackend.capabilities, device_types=frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(TritonBackend, "capabilities", here)
+    assert generate(Pipeline(folder, 1, attention_backend="triton"), num_steps) == expected
+    assert sum(map(len, expected.values())) > num_steps / 2
