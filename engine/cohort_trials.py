@@ -28,7 +28,7 @@ CLEAR_LOSS = 0.06
 PLAUSIBLE = 1.3
 """A number whose predicted round takes this many times longer than the one in force is not tried."""
 
-FIRST_PAUSE = 64
+FIRST_PAUSE = 512
 """Rounds between trials, once every number was tried; doubled with each trial that changes nothing."""
 
 LONGEST_PAUSE = 16384

@@ -64,7 +64,7 @@ def test_a_disturbance_costs_a_number_its_place_for_a_few_rounds_only() -> None:
     while decoding.run(1) == 2:
         pass
     decoding.true_s = {1: 0.012, 2: 0.010, 3: 0.014}
-    decoding.run(FIRST_PAUSE)
+    decoding.run(FIRST_PAUSE // 4)
     decoding.used.clear()
     decoding.run(FIRST_PAUSE // 4)
     assert set(decoding.used) == {2}
