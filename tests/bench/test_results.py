@@ -86,7 +86,7 @@ def test_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     class FakeEngine:
         def __init__(self, words: list[str]) -> None:
             self.address = words[0]
-            log.append(f"start {words[0]}")
+            log.append(f"start {' '.join(words)}")
 
         def wait_ready(self) -> None:
             log.append(f"ready {self.address}")
@@ -120,7 +120,8 @@ def test_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternate_module, "run_case", run_case)
     results = alternate_module.alternate({"x": ["a"], "y": ["b"]}, [Case(1, 1, 1)], 2)
     assert [len(results[name][Case(1, 1, 1)].figures) for name in ("x", "y")] == [2, 2]
-    assert log[:4] == ["start a", "start b", "ready a", "ready b"] and log[-2:] == ["stop b", "stop a"]
+    # The second one gets the split that the first one measured.
+    assert log[:4] == ["start a", "ready a", "start b --pipeline-partition 1", "ready b"] and log[-2:] == ["stop b", "stop a"]
     played = log[4:-4]
     assert [entry[0] for entry in played] == list("baabba")
     # The same prompts for all in one round, others in the next.
