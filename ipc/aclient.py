@@ -37,7 +37,7 @@ from ipc.conversation import (
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply, TokenUpdates
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -331,16 +331,8 @@ class _AsyncConnection:
             if question is not None and not question.done():
                 question.set_result(answer)
         else:
-            self._read_outputs(answer)
-
-    def _read_outputs(self, answer: Outcome | TokenUpdates) -> None:
-        try:
-            outcomes = self._told.expand(answer)
-        except ProtocolError as error:
-            log.warning("dropped a message from the core at %s: %s", self.address, error)
-            return
-        for outcome in outcomes:
-            self._deliver(outcome)
+            for outcome in self._told.expand(answer):
+                self._deliver(outcome)
 
     def _deliver(self, answer: Outcome) -> None:
         request_id = answer.request_id

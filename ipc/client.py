@@ -41,7 +41,7 @@ from ipc.conversation import (
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply, TokenUpdates
+from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.promptness import prompt_threads
 
@@ -340,16 +340,8 @@ class _Connection:
                 if (asker := self._questions.pop(answer.control_id, None)) is not None:
                     asker.put(answer)
             else:
-                self._read_outputs(answer)
-
-    def _read_outputs(self, answer: Outcome | TokenUpdates) -> None:
-        try:
-            outcomes = self._told.expand(answer)
-        except ProtocolError as error:
-            log.warning("dropped a message from the core at %s: %s", self.address, error)
-            return
-        for outcome in outcomes:
-            self._deliver(outcome)
+                for outcome in self._told.expand(answer):
+                    self._deliver(outcome)
 
     def _deliver(self, answer: Outcome) -> None:
         request_id = answer.request_id

@@ -65,7 +65,7 @@ class ToldOutputs:
         self._latest: dict[str, RequestOutput] = {}
 
     def expand(self, answer: Outcome | TokenUpdates) -> list[Outcome]:
-        """The same as one message per request. Raises ProtocolError for columns that don't fit each other."""
+        """The same as one message per request."""
         if isinstance(answer, TokenUpdates):
             return list(self._outputs_of(answer))
         if is_final(answer):
@@ -76,15 +76,15 @@ class ToldOutputs:
         return [answer]
 
     def _outputs_of(self, updates: TokenUpdates) -> Iterator[RequestOutput]:
-        counts, totals, token_ids = updates.counts, updates.num_output_tokens, updates.token_ids
-        if not len(updates.request_ids) == len(counts) == len(totals) or min(counts, default=0) < 0 or sum(counts) != len(token_ids):
-            raise ProtocolError("TokenUpdates", "has columns that don't fit each other")
         end = 0
-        for request_id, count, total in zip(updates.request_ids, counts, totals, strict=True):
+        for request_id, count, total in zip(
+            updates.request_ids, updates.counts, updates.num_output_tokens, strict=True
+        ):
             start, end = end, end + count
             if (latest := self._latest.get(request_id)) is not None:
                 yield replace(
-                    latest, new_token_ids=token_ids[start:end], num_output_tokens=total, logprobs=None, prompt_logprobs=None
+                    latest, new_token_ids=updates.token_ids[start:end], num_output_tokens=total, logprobs=None,
+                    prompt_logprobs=None,
                 )
 
 
@@ -166,7 +166,17 @@ def read_answer(frames: Sequence[Frame]) -> Answer:
         answer: Answer = decode(frames, _ANSWERS)
     except RequestError as error:
         raise ProtocolError("message", str(error)) from None
+    if isinstance(answer, TokenUpdates):
+        _check_columns(answer)
     return answer
+
+
+def _check_columns(updates: TokenUpdates) -> None:
+    counts = updates.counts
+    if not len(updates.request_ids) == len(counts) == len(updates.num_output_tokens):
+        raise ProtocolError("TokenUpdates", "has columns of different lengths")
+    if min(counts, default=0) < 0 or sum(counts) != len(updates.token_ids):
+        raise ProtocolError("TokenUpdates.counts", f"don't add up to {len(updates.token_ids)} tokens")
 
 
 def error_of(failed: RequestFailed) -> RequestError:

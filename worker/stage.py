@@ -83,7 +83,7 @@ class Stage:
             self._clock.doing(LINK)
             received = self._receiver.wait(plan.step_id)[0]
         self._clock.doing(Kind.FORWARD)
-        self._begin_computing(plan, upcoming)
+        self._begin_computing(plan, upcoming, batch.num_tokens)
         result = self._runner.execute_model(batch, received)
         if self._topology.is_last:
             self._clock.doing(Kind.SAMPLE)
@@ -141,12 +141,12 @@ class Stage:
                 step_id, self._accept, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
             )
 
-    def _begin_computing(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput]) -> None:
+    def _begin_computing(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput], num_tokens: int) -> None:
         if self._threads is not None:
             last_sampled_step = None if self._token_inbox is None else self._token_inbox.last_step
             next_plan = upcoming[0] if upcoming else None
             self._threads.begin(
-                sum(plan.num_scheduled_tokens),
+                num_tokens,
                 is_alone=computes_alone(self._topology, plan, next_plan, last_sampled_step),
             )
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import click
 
-from ipc.aclient import AsyncTokenClient
+from ipc.aclient import AsyncTokenClient, AsyncTokenStream
 from ipc.errors import EngineError
 from ipc.params import SamplingParams
 from scripts.bench.engine import Engine
@@ -69,8 +69,8 @@ async def _measure(address: str, num_requests: int, num_windows: int) -> list[tu
         return windows
 
 
-async def _read(stream: object) -> None:
-    async for _ in stream:  # type: ignore[attr-defined]
+async def _read(stream: AsyncTokenStream) -> None:
+    async for _ in stream:
         pass
 
 

@@ -7,7 +7,6 @@ is never a polling interval; a buffer that changes before its send is complete r
 nobody refers to any longer is called off.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined,unused-ignore]
 
 from ipc.errors import PeerLost
-from worker.links.link import Hop, HopBuffer, check_boundary, check_trailer, host_bytes, write_trailer
+from worker.links.link import BufferedSender, Hop, HopBuffer, check_boundary, check_trailer, host_bytes, write_trailer
 from worker.shortage import shortage
 
 NUM_SEND_BUFFERS = 2
@@ -55,18 +54,12 @@ def connect_group(
         raise PeerLost(f"rank {rank}: could not connect to the other {world_size - 1} ranks: {reason(error)}") from None
 
 
-class GlooSender:
+class GlooSender(BufferedSender[HopBuffer, tuple[int, HopBuffer, Work]]):
     """Double-buffered: the next step is copied into one buffer while the other is on its way."""
 
     def __init__(self, group: Group, hop: Hop) -> None:
+        super().__init__(hop, [HopBuffer(hop.boundary, hop.max_tokens) for _ in range(NUM_SEND_BUFFERS)])
         self._group = group
-        self._hop = hop
-        self._free = [HopBuffer(hop.boundary, hop.max_tokens) for _ in range(NUM_SEND_BUFFERS)]
-        self._in_flight: deque[tuple[int, HopBuffer, Work]] = deque()
-
-    def make_room(self) -> None:
-        if not self._free:
-            self._complete_oldest(self._hop.timeout_s)
 
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
         num_tokens = check_boundary(self._hop.boundary, tensors)
@@ -80,18 +73,13 @@ class GlooSender:
             raise self._hop.sending_failed(step_id, reason(error)) from None
         self._in_flight.append((step_id, buffer, work))
 
-    def flush(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._in_flight:
-            self._complete_oldest(max(0.001, deadline - time.monotonic()))
-
-    def _complete_oldest(self, timeout_s: float) -> None:
-        step_id, buffer, work = self._in_flight.popleft()
+    def _complete(self, transfer: tuple[int, HopBuffer, Work], timeout_s: float) -> HopBuffer:
+        step_id, buffer, work = transfer
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise self._hop.sending_failed(step_id, reason(error)) from None
-        self._free.append(buffer)
+        return buffer
 
 
 class GlooReceiver:

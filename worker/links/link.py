@@ -5,9 +5,12 @@ shapes from the step's plan, so nothing about them travels; the trailer proves t
 """
 
 import struct
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -154,6 +157,35 @@ class Sender(Protocol):
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent has been taken over by the peer. Raises PeerLost."""
+
+
+Buffer = TypeVar("Buffer")
+Transfer = TypeVar("Transfer")
+
+
+class BufferedSender(ABC, Generic[Buffer, Transfer]):
+    """What senders share: a buffer is in use from its filling until the peer has taken what is in it, in step order."""
+
+    def __init__(self, hop: Hop, buffers: Iterable[Buffer]) -> None:
+        self._hop = hop
+        self._free = list(buffers)
+        self._in_flight: deque[Transfer] = deque()
+
+    def make_room(self) -> None:
+        if not self._free:
+            self._complete_oldest(self._hop.timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._in_flight:
+            self._complete_oldest(max(0.001, deadline - time.monotonic()))
+
+    def _complete_oldest(self, timeout_s: float) -> None:
+        self._free.append(self._complete(self._in_flight.popleft(), timeout_s))
+
+    @abstractmethod
+    def _complete(self, transfer: Transfer, timeout_s: float) -> Buffer:
+        """Wait for a transfer, each once; its buffer. Raises PeerLost."""
 
 
 class Receiver(Protocol):

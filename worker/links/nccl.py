@@ -10,7 +10,6 @@ deadline, before it launches anything that reads the message. That costs the lau
 and nothing when they come while the step before is computed.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +21,7 @@ from torch.distributed import PrefixStore, Store, Work  # type: ignore[attr-defi
 
 from ipc.errors import PeerLost
 from worker.links.gloo import NUM_RECEIVE_BUFFERS, NUM_SEND_BUFFERS, TAG, reason
-from worker.links.link import TRAILER, Hop, HopBuffer, check_boundary, check_trailer, write_trailer
+from worker.links.link import TRAILER, BufferedSender, Hop, HopBuffer, check_boundary, check_trailer, write_trailer
 from worker.links.streams import Event, Streams
 
 try:
@@ -76,19 +75,13 @@ class _Slot:
         self.trailer = streams.host_bytes(TRAILER.size)
 
 
-class NcclSender:
+class NcclSender(BufferedSender[_Slot, tuple[int, _Slot, Event]]):
     """Double-buffered: the next step is copied into one buffer while the other is on its way."""
 
     def __init__(self, group: PairGroup, hop: Hop, streams: Streams) -> None:
+        super().__init__(hop, [_Slot(hop, streams) for _ in range(NUM_SEND_BUFFERS)])
         self._group = group
-        self._hop = hop
         self._streams = streams
-        self._free = [_Slot(hop, streams) for _ in range(NUM_SEND_BUFFERS)]
-        self._in_flight: deque[tuple[int, _Slot, Event]] = deque()
-
-    def make_room(self) -> None:
-        if not self._free:
-            self._complete_oldest(self._hop.timeout_s)
 
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
         num_tokens = check_boundary(self._hop.boundary, tensors)
@@ -105,17 +98,12 @@ class NcclSender:
             raise self._hop.sending_failed(step_id, reason(error)) from None
         self._in_flight.append((step_id, slot, sent))
 
-    def flush(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._in_flight:
-            self._complete_oldest(max(0.001, deadline - time.monotonic()))
-
-    def _complete_oldest(self, timeout_s: float) -> None:
-        step_id, slot, sent = self._in_flight.popleft()
+    def _complete(self, transfer: tuple[int, _Slot, Event], timeout_s: float) -> _Slot:
+        step_id, slot, sent = transfer
         if not sent.wait(timeout_s):
             self._group.abort()
             raise self._hop.sending_failed(step_id, _timed_out(timeout_s))
-        self._free.append(slot)
+        return slot
 
 
 class NcclReceiver:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from worker.links.gloo import NUM_SEND_BUFFERS, TAG, GlooReceiver, Group, reason
-from worker.links.link import Hop, HopBuffer, check_boundary, write_trailer
+from worker.links.link import BufferedSender, Hop, HopBuffer, check_boundary, write_trailer
 from worker.links.streams import Event, Streams
 
 NUM_DEVICE_BUFFERS = 2
@@ -48,23 +48,17 @@ class _Launch:
         self.is_started = threading.Event()
 
 
-class StagedSender:
+class StagedSender(BufferedSender[_Slot, _Launch]):
     """Double-buffered, as GlooSender, but from a device."""
 
     def __init__(self, group: Group, hop: Hop, streams: Streams) -> None:
+        super().__init__(hop, [_Slot(hop, streams) for _ in range(NUM_SEND_BUFFERS)])
         self._group = group
-        self._hop = hop
         self._streams = streams
-        self._free = [_Slot(hop, streams) for _ in range(NUM_SEND_BUFFERS)]
-        self._in_flight: deque[_Launch] = deque()
         self._launches: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_run_launches, args=(self._launches,), name="sends", daemon=True)
         thread.start()
         weakref.finalize(self, _end_launches, self._launches, thread)
-
-    def make_room(self) -> None:
-        if not self._free:
-            self._complete_oldest(self._hop.timeout_s)
 
     def send(self, step_id: int, tensors: Sequence[Tensor]) -> None:
         num_tokens = check_boundary(self._hop.boundary, tensors)
@@ -82,13 +76,8 @@ class StagedSender:
         self._launches.put(lambda: _launch(launch, copied, group, message, peer))
         self._in_flight.append(launch)
 
-    def flush(self, timeout_s: float) -> None:
+    def _complete(self, launch: _Launch, timeout_s: float) -> _Slot:
         deadline = time.monotonic() + timeout_s
-        while self._in_flight:
-            self._complete_oldest(max(0.001, deadline - time.monotonic()))
-
-    def _complete_oldest(self, timeout_s: float) -> None:
-        launch, deadline = self._in_flight.popleft(), time.monotonic() + timeout_s
         if not launch.is_started.wait(timeout_s):
             milliseconds = round(1000 * timeout_s)
             raise self._hop.sending_failed(launch.step_id, f"the device did not copy them within {milliseconds}ms")
@@ -99,7 +88,7 @@ class StagedSender:
             launch.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
             raise self._hop.sending_failed(launch.step_id, reason(error)) from None
-        self._free.append(launch.slot)
+        return launch.slot
 
 
 class StagedReceiver:
