@@ -20,6 +20,7 @@ def paged_attention(
     num_decodes: int = 0,
     max_seq_len: int | None = None,
     has_padding: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each query sees its own token's key and all earlier ones of its sequence, in the cache's blocks.
 
@@ -33,6 +34,7 @@ def paged_attention(
         seq_lens:     [S]               tokens in the cache; the queries are the last of them
         block_table:  [S, max blocks]   only the blocks that hold tokens are looked at
         sinks:        [H] float32
+        out:          [T, H, D] contiguous, where the result goes; without it a new tensor
         returns       [T, H, D], zeros for tokens of no sequence
 
     What the caller knows of the batch saves work on a GPU: the first ``num_decodes`` sequences have one query each, the
@@ -48,15 +50,18 @@ def paged_attention(
         raise ValueError(
             f"{query_starts.shape[0]} query starts and {block_table.shape[0]} tables for {seq_lens.shape[0]} sequences"
         )
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
+        raise ValueError(f"out must be a contiguous {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
     gpu = triton_for(q, cache, query_starts, seq_lens, block_table)
     if gpu is not None:
         return gpu.paged_attention(
             q, cache, query_starts, seq_lens, block_table, scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            num_decodes=num_decodes, max_seq_len=max_seq_len, has_padding=has_padding,
+            num_decodes=num_decodes, max_seq_len=max_seq_len, has_padding=has_padding, out=out,
         )  # fmt: skip
-    return paged_attention_definition(
+    attended = paged_attention_definition(
         q, cache, query_starts, seq_lens, block_table, scale, window=window, soft_cap=soft_cap, sinks=sinks
     )
+    return attended if out is None else out.copy_(attended)
 
 
 def paged_attention_definition(

@@ -60,6 +60,7 @@ def panel_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     has_padding: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As ``paged_attention``, over panels.
 
@@ -70,6 +71,7 @@ def panel_attention(
         seq_lens:     [S] int32         0 for padding
         block_table:  [S, max blocks] int32; only the blocks that hold tokens are looked at, and those exist
         sinks:        [H] float32
+        out:          [T, H, D] contiguous, where the result goes; without it a new tensor
         returns       [T, H, D], zeros for tokens of no sequence
 
     Without ``has_padding`` every token belongs to a sequence. Raises IndexError when starts, lengths or tables point
@@ -89,7 +91,12 @@ def panel_attention(
             raise TypeError(f"starts, lengths and tables must be contiguous int32, got {tensor.dtype}")
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         raise ValueError(f"sinks must be {num_heads} float32, got {sinks.dtype} {tuple(sinks.shape)}")
-    out = torch.zeros(q.shape, dtype=q.dtype) if has_padding else torch.empty(q.shape, dtype=q.dtype)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be a contiguous {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
+    if has_padding:
+        out.zero_()
     is_done = _required().attention(
         out.data_ptr(), q.data_ptr(), cache.data_ptr(),
         query_starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), None if sinks is None else sinks.data_ptr(),

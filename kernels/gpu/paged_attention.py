@@ -81,9 +81,12 @@ def paged_attention(
     num_decodes: int,
     max_seq_len: int | None,
     has_padding: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As ``kernels.paged_attention``; starts, lengths and tables are int32, tables have rows of adjacent ids."""
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if has_padding else torch.empty_like(q.contiguous())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if has_padding:
+        out.zero_()
     rule = Rule(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     for launch in decode_launches(out, q, cache, seq_lens[:num_decodes], block_table, rule, max_seq_len=max_seq_len):
         launch.run()

@@ -218,6 +218,16 @@ def test_padding_is_inert(backend: str, batch: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_result_goes_where_it_is_wanted(backend: str) -> None:
+    step = Step(BATCHES["mixed"], dtype=torch.float32, padding=3, backend=backend)
+    expected = step.run()
+    out = torch.full(expected.shape, torch.nan)
+    attended = step.backend.attend(step.q, step.cache, step.builder.build(step.common), D**-0.5, out=out)
+    assert attended is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_that_are_padding(backend: str) -> None:
     """Decodes of length 0, as a batch padded for a graph has them, come out as zeros."""
     step = Step([(5, 1), (0, 1), (9, 1)], dtype=torch.float32, backend=backend)

@@ -137,6 +137,7 @@ class AttentionBackend(ABC):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of queries [T, H, D] to what their sequences hold in the cache; [T, H, D].
 
@@ -144,5 +145,6 @@ class AttentionBackend(ABC):
         A ``soft_cap`` c turns a scaled score x into c * tanh(x / c). ``sinks``, [H] float32, are scores that take their
         share of the weight and bring no value.
 
-        This step's keys and values must have been written. Rows of padding come out as zeros.
+        This step's keys and values must have been written. Rows of padding come out as zeros. The result is ``out``,
+        [T, H, D] and contiguous, or without one a new tensor.
         """

@@ -75,6 +75,7 @@ class CpuBackend(AttentionBackend):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         assert window == metadata.window, "a layer's metadata is that of its KV group"
         return panel_attention(
@@ -88,6 +89,7 @@ class CpuBackend(AttentionBackend):
             soft_cap=soft_cap,
             sinks=sinks,
             has_padding=metadata.has_padding,
+            out=out,
         )
 
 

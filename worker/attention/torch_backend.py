@@ -99,10 +99,13 @@ class TorchBackend(AttentionBackend):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         assert window == metadata.window, "a layer's metadata is that of its KV group"
         scores = _Scores(scale=scale, soft_cap=soft_cap, sinks=sinks)
-        out = torch.zeros_like(q) if metadata.has_padding else torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
+        if metadata.has_padding:
+            out.zero_()
         slots_of_cache = cache.flatten(1, 2)  # [2, B * K, G, D]
         for decodes in metadata.decodes:
             out.index_copy_(0, decodes.tokens, _attend_decodes(q, slots_of_cache, decodes, scores))

@@ -87,12 +87,13 @@ class TritonBackend(AttentionBackend):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         assert window == metadata.window, "a layer's metadata is that of its KV group"
         return paged_attention(
             q, cache, metadata.query_starts, metadata.seq_lens, metadata.block_table, scale,
             window=window, soft_cap=soft_cap, sinks=sinks, num_decodes=metadata.num_decodes,
-            max_seq_len=metadata.max_seq_len, has_padding=metadata.has_padding,
+            max_seq_len=metadata.max_seq_len, has_padding=metadata.has_padding, out=out,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """How does a layer attend? Projections, norms and turns around what the backend does."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,19 @@ from worker.attention import AttentionBackend
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 from worker.model_config import ModelConfig
+
+
+class Heads(NamedTuple):
+    """What a layer attends with, and where the result goes."""
+
+    q: Tensor
+    """[T, H, D]"""
+    k: Tensor
+    """[T, G, D]"""
+    v: Tensor
+    """[T, G, D]"""
+    attended: Tensor
+    """[T, H, D], to be filled."""
 
 
 class Attention(nn.Module):
@@ -51,13 +64,23 @@ class Attention(nn.Module):
         )
         self.out = Linear(q_width, {f"{name}.o_proj": config.hidden_size}, bias=out_bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, metadata: Any) -> Tensor:
-        """[T, C] -> [T, C]; writes to the cache."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        """[T, C] -> what is attended with; ``attended`` is not filled yet."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_size)  # [T, H + 2 * G, D]
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self._turned(qk, cos, sin)
+        return Heads(q, k, v, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+
+    def attend(self, heads: Heads, cache: Tensor, metadata: Any) -> None:
+        """Write keys and values to the cache and fill ``attended``."""
+        q, k, v, attended = heads
         self.backend.write(cache, k, v, metadata)
-        attended = self.backend.attend(q, cache, metadata, self.scale, window=self.window, soft_cap=self.soft_cap)
+        self.backend.attend(
+            q, cache, metadata, self.scale, window=self.window, soft_cap=self.soft_cap, out=attended
+        )
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """[T, H, D] -> [T, C]"""
         return self.out(attended.flatten(1))
 
     def _turned(self, qk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.attention import AttentionBackend
+from worker.layers.decoder_layer import DecoderLayer
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
@@ -17,7 +18,7 @@ from worker.layers.rotary import RotaryAngles
 from worker.layers.weight_format import borrowed_format
 from worker.layers.weight_slot import WeightSlot
 from worker.model_config import ModelConfig
-from worker.models.stage import BoundaryTensor, StageModel
+from worker.models.stage import BoundaryTensor, Flow, StageModel, Turns
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
@@ -33,11 +34,7 @@ class LayerPlace:
 
 
 class DecoderStage(StageModel):
-    """Embedding, layers, norm and head. A family says what its layers are, and where it differs around them.
-
-    A layer is called as ``layer(hidden, delta, cos, sin, cache, metadata)`` with a residual sum and what is still to be
-    added to it, and returns both.
-    """
+    """Embedding, layers, norm and head. A family says what its layers are, and where it differs around them."""
 
     norm_offset = 0.0
     """Of the weights of the family's norms."""
@@ -72,13 +69,14 @@ class DecoderStage(StageModel):
         )  # fmt: skip
         self._is_turned_locally = [config.local_rope is not None and config.windows[layer] is not None for layer in layers]
         place = LayerPlace(backend=backend, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(self.make_layer(config, layer, place) for layer in layers)
+        self._in_order = [self.make_layer(config, layer, place) for layer in layers]
+        self.layers = nn.ModuleList(self._in_order)
         self.norm = self.make_norm(config, FINAL_NORM, config.hidden_size, device) if is_last else None
         self.head = self._make_head(device) if is_last else None
 
     @classmethod
     @abstractmethod
-    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> nn.Module:
+    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> DecoderLayer:
         """The layer of this global number."""
 
     @classmethod
@@ -92,18 +90,26 @@ class DecoderStage(StageModel):
         assert self.embedding is not None, "only the first stage embeds"
         return self.embedding(token_ids)
 
-    def forward(
-        self, hidden: Tensor, positions: Tensor, caches: Sequence[Tensor], metadata: Sequence[Any]
-    ) -> Tensor:
+    def begin(self, hidden: Tensor, positions: Tensor) -> Flow:
         turns = self.angles(positions)
         local_turns = turns if self.local_angles is None else self.local_angles(positions)
-        delta = None
-        for layer, is_local, cache, of_layer in zip(
-            self.layers, self._is_turned_locally, caches, metadata, strict=True
-        ):
-            cos, sin = local_turns if is_local else turns
-            hidden, delta = layer(hidden, delta, cos, sin, cache, of_layer)
-        return hidden if delta is None else hidden + delta
+        return self._before_attention(0, hidden, None, (turns, local_turns))
+
+    def attend(self, index: int, flow: Flow, cache: Tensor, metadata: Any) -> None:
+        assert flow.heads is not None, "every segment but the last leads to an attention"
+        self._in_order[index].attention.attend(flow.heads, cache, metadata)
+
+    def resume(self, index: int, flow: Flow) -> Flow:
+        assert flow.heads is not None, "every segment but the last leads to an attention"
+        hidden, delta = self._in_order[index].after_attention(flow.hidden, flow.heads.attended)
+        if index + 1 < len(self._in_order):
+            return self._before_attention(index + 1, hidden, delta, flow.turns)
+        return Flow(hidden + delta, flow.turns, None)
+
+    def _before_attention(self, index: int, hidden: Tensor, delta: Tensor | None, turns: tuple[Turns, Turns]) -> Flow:
+        cos, sin = turns[self._is_turned_locally[index]]
+        hidden, heads = self._in_order[index].before_attention(hidden, delta, cos, sin)
+        return Flow(hidden, turns, heads)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None and self.head is not None, "only the last stage has a head"

@@ -4,46 +4,50 @@ Gemma 2 caps its scores and logits; Gemma 3 normalises queries and keys, and tur
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.gelu_mul import gelu_mul
-from worker.layers.attention import Attention, attention_name, layer_name
+from worker.layers.attention import Attention, Heads, attention_name, layer_name
+from worker.layers.decoder_layer import DecoderLayer
 from worker.layers.gated_mlp import GatedMLP
 from worker.layers.norm import RMSNorm
 from worker.model_config import ModelConfig
 from worker.models.decoder import DecoderStage, LayerPlace
 
 
-class GemmaLayer(nn.Module):
+class GemmaLayer(DecoderLayer):
     """Norms on both sides of attention and MLP."""
 
     def __init__(
         self,
         *,
         attention: Attention,
-        before_attention: RMSNorm,
-        after_attention: RMSNorm,
+        attention_norm: RMSNorm,
+        attended_norm: RMSNorm,
         mlp: GatedMLP,
-        before_mlp: RMSNorm,
-        after_mlp: RMSNorm,
+        mlp_norm: RMSNorm,
+        added_norm: RMSNorm,
     ) -> None:
+        """``attention_norm`` and ``mlp_norm`` stand before their parts, ``attended_norm`` and ``added_norm`` behind them."""
         super().__init__()
-        self.before_attention, self.attention, self.after_attention = before_attention, attention, after_attention
-        self.before_mlp, self.mlp, self.after_mlp = before_mlp, mlp, after_mlp
+        self.attention_norm, self.attention, self.attended_norm = attention_norm, attention, attended_norm
+        self.mlp_norm, self.mlp, self.added_norm = mlp_norm, mlp, added_norm
 
-    def forward(
-        self, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: Tensor, metadata: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The residual sum and what is still to be added to it: the next norm adds and normalises in one pass."""
+    def before_attention(
+        self, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Heads]:
         if delta is None:
-            normed = self.before_attention(hidden)
+            normed = self.attention_norm(hidden)
         else:
-            hidden, normed = self.before_attention.after_adding(hidden, delta)
-        delta = self.after_attention(self.attention(normed, cos, sin, cache, metadata))
-        hidden, normed = self.before_mlp.after_adding(hidden, delta)
-        return hidden, self.after_mlp(self.mlp(normed))
+            hidden, normed = self.attention_norm.after_adding(hidden, delta)
+        return hidden, self.attention.project(normed, cos, sin)
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        delta = self.attended_norm(self.attention.finish(attended))
+        hidden, normed = self.mlp_norm.after_adding(hidden, delta)
+        return hidden, self.added_norm(self.mlp(normed))
 
 
 class GemmaStage(DecoderStage):
@@ -51,7 +55,7 @@ class GemmaStage(DecoderStage):
     has_qk_norm: ClassVar[bool]
 
     @classmethod
-    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> nn.Module:
+    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> GemmaLayer:
         name, width, device = layer_name(layer), config.hidden_size, place.device
         norm = partial(cls.make_norm, config, device=device)
         attention = Attention(
@@ -62,12 +66,12 @@ class GemmaStage(DecoderStage):
         )  # fmt: skip
         gate = partial(gelu_mul, approximate="tanh")
         return GemmaLayer(
-            before_attention=norm(f"{name}.input_layernorm", width),
+            attention_norm=norm(f"{name}.input_layernorm", width),
             attention=attention,
-            after_attention=norm(f"{name}.post_attention_layernorm", width),
-            before_mlp=norm(f"{name}.pre_feedforward_layernorm", width),
+            attended_norm=norm(f"{name}.post_attention_layernorm", width),
+            mlp_norm=norm(f"{name}.pre_feedforward_layernorm", width),
             mlp=GatedMLP(f"{name}.mlp", width, config.intermediate_size, gate, dtype=place.dtype, device=device),
-            after_mlp=norm(f"{name}.post_feedforward_layernorm", width),
+            added_norm=norm(f"{name}.post_feedforward_layernorm", width),
         )
 
 

@@ -1,7 +1,5 @@
 """How does a Llama compute? Also SmolLM2, TinyLlama and others that are Llamas by another name."""
 
-from torch import nn
-
 from kernels.silu_mul import silu_mul
 from worker.layers.attention import Attention, layer_name
 from worker.layers.gated_mlp import GatedMLP
@@ -12,7 +10,7 @@ from worker.models.decoder import DecoderStage, LayerPlace
 
 class LlamaStage(DecoderStage):
     @classmethod
-    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> nn.Module:
+    def make_layer(cls, config: ModelConfig, layer: int, place: LayerPlace) -> PreNormLayer:
         name, width, device = layer_name(layer), config.hidden_size, place.device
         return PreNormLayer(
             cls.make_norm(config, f"{name}.input_layernorm", width, device),

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from worker.layers.attention import Heads
 from worker.layers.weight_slot import WeightSlot
 
 
@@ -21,8 +22,27 @@ class BoundaryTensor:
     dtype: torch.dtype
 
 
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of the step's positions, [T, D / 2] float32 each."""
+
+
+class Flow(NamedTuple):
+    """What one segment hands to the next."""
+
+    hidden: Tensor
+    """[T, C]: the residual sum, complete."""
+    turns: tuple[Turns, Turns]
+    """Of full and of windowed layers."""
+    heads: Heads | None
+    """What the attention between the two works on; None behind the last segment."""
+
+
 class StageModel(nn.Module, ABC):
-    """Some consecutive layers of a model, with the embedding on the first stage and the head on the last."""
+    """Some consecutive layers of a model, with the embedding on the first stage and the head on the last.
+
+    The layers are computed in segments with an attention between each and the next: ``begin``, then for each layer in turn
+    ``attend`` and ``resume``. Segments depend on shapes alone, attention on which sequences the step has.
+    """
 
     @abstractmethod
     def boundary(self) -> tuple[BoundaryTensor, ...]:
@@ -33,14 +53,32 @@ class StageModel(nn.Module, ABC):
         """First stage only. [T] -> [T, C]."""
 
     @abstractmethod
+    def begin(self, hidden: Tensor, positions: Tensor) -> Flow:
+        """The first segment. [T, C], which is not changed, and [T] int64."""
+
+    @abstractmethod
+    def attend(self, index: int, flow: Flow, cache: Tensor, metadata: Any) -> None:
+        """Attention of this stage's layer number ``index``; fills ``flow.heads.attended``.
+
+        The cache is written in place; the metadata is from the attention backend's builder for the layer's window.
+        """
+
+    @abstractmethod
+    def resume(self, index: int, flow: Flow) -> Flow:
+        """The segment behind that attention."""
+
     def forward(
         self, hidden: Tensor, positions: Tensor, caches: Sequence[Tensor], metadata: Sequence[Any]
     ) -> Tensor:
-        """This stage's layers. [T, C] -> [T, C]; residual sums are complete, so that one tensor travels.
+        """All segments and attentions. [T, C] -> [T, C]; residual sums are complete, so that one tensor travels.
 
-        ``positions``: [T] int64. ``caches`` and ``metadata``: one for each layer of this stage; the former written in
-        place, the latter from the attention backend's builder for the layer's window. ``hidden`` is not changed.
+        ``caches`` and ``metadata``: one for each layer of this stage.
         """
+        flow = self.begin(hidden, positions)
+        for index, (cache, of_layer) in enumerate(zip(caches, metadata, strict=True)):
+            self.attend(index, flow, cache, of_layer)
+            flow = self.resume(index, flow)
+        return flow.hidden
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
