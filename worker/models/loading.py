@@ -1,17 +1,31 @@
 """How do a checkpoint's tensors get into a stage?"""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from ipc.errors import ConfigError
 from worker.layers.weight_slot import WeightSlot
-from worker.models.stage import StageModel
 from worker.weights import Checkpoint
 
 FIELD = "MODEL"
 _MOST_NAMES = 5
 
 
-def load_weights(stage: StageModel, checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> int:
+class Loadable(Protocol):
+    """What has weights: a stage of a model, or an encoder. See StageModel for what each of these says."""
+
+    def weight_slots(self) -> dict[str, WeightSlot]: ...
+
+    def owns(self, name: str) -> bool: ...
+
+    def ignores(self, name: str) -> bool: ...
+
+    def prepare(self) -> None: ...
+
+    def weight_bytes(self) -> int: ...
+
+
+def load_weights(stage: Loadable, checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> int:
     """Fill the stage from the checkpoint and prepare it; returns the bytes that its weights take.
 
     ``progress(done, total)`` is called after each tensor with counts of tensors.
@@ -29,7 +43,7 @@ def load_weights(stage: StageModel, checkpoint: Checkpoint, progress: Callable[[
     return stage.weight_bytes()
 
 
-def check_weights(stage: StageModel, checkpoint: Checkpoint) -> dict[str, str]:
+def check_weights(stage: Loadable, checkpoint: Checkpoint) -> dict[str, str]:
     """What each of the stage's tensors is called in the checkpoint; nothing is read.
 
     Works on a stage built on the device ``meta`` too, so that a configuration of another model is found before its
@@ -52,7 +66,7 @@ def _source(name: str, slot: WeightSlot, names: set[str]) -> str:
     return next((candidate for candidate in (name, *slot.aliases) if candidate in names), name)
 
 
-def _check_names(stage: StageModel, checkpoint: Checkpoint, sources: dict[str, str], names: set[str]) -> None:
+def _check_names(stage: Loadable, checkpoint: Checkpoint, sources: dict[str, str], names: set[str]) -> None:
     missing = [name for name in sources.values() if name not in names]
     if missing:
         raise ConfigError(FIELD, f"{checkpoint.where('')} lacks {_shown(missing)}, which the configuration asks for")
