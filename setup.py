@@ -23,10 +23,12 @@ FLAGS += ["-Wall", "-Wno-maybe-uninitialized", "-g0"]
 
 X86 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 X86_512 = [*X86, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+X86_BF16 = [*X86_512, "-mavx512vnni", "-mavx512bf16"]
 INSTRUCTION_SETS = {"baseline": []}
 """Name to compiler flags; kernels/cpu/src/runtime.cpp knows which of them a processor can run."""
 if platform.machine() in ("x86_64", "AMD64"):
-    INSTRUCTION_SETS |= {"avx2": X86, "avx512": X86_512, "avx512bf16": [*X86_512, "-mavx512vnni", "-mavx512bf16"]}
+    INSTRUCTION_SETS |= {"avx2": X86, "avx512": X86_512, "avx512bf16": X86_BF16}
+    INSTRUCTION_SETS |= {"amx": [*X86_BF16, "-mamx-tile", "-mamx-bf16"]}
 
 COMPILER_ERRORS = (BaseError, CCompilerError, OSError)
 

@@ -50,7 +50,7 @@ def packed_linear(
 
     Raises MemoryError when native code has no room for its copy of ``x``.
 
-    Bytes: the matrix once, for every 192 rows or less; x and the result.
+    Bytes: the matrix once, for every 192 rows or less (with AMX as many as 768 KiB hold); x and the result.
     """
     num_rows, num_inputs = x.shape
     if packed.shape != (packed_size(num_outputs, num_inputs),):

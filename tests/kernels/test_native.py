@@ -75,3 +75,29 @@ print(ours - before, count() - before, len(maps))
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["2", "2", "1"]
+
+
+@pytest.mark.skipif("amx" not in INSTRUCTION_SETS, reason="no matrix unit")
+def test_without_leave_for_tiles_vectors_compute() -> None:
+    """The system refuses tiles where a stack for signals has no room for their content."""
+    script = """
+import ctypes
+
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+
+import torch
+from kernels.cpu.native import native_library
+from kernels.packed_linear import pack_linear, packed_linear, packed_size
+print(native_library().instruction_set)
+packed = torch.empty(packed_size(64, 64), dtype=torch.bfloat16)
+pack_linear(packed, torch.ones(64, 64, dtype=torch.bfloat16))
+print(packed_linear(torch.ones(1, 64, dtype=torch.bfloat16), packed, 64)[0, 0].item())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == [INSTRUCTION_SETS[1], "64.0"]

@@ -12,7 +12,7 @@ from kernels.packed_linear import pack_linear, pack_linear_definition, packed_li
 from tests.native import INSTRUCTION_SETS, use_instruction_set
 
 BF16 = torch.bfloat16
-SHAPES = [(64, 64), (192, 576), (100, 37), (1, 1), (33, 2), (129, 130), (65, 577), (7, 48), (256, 15)]
+SHAPES = [(64, 64), (192, 576), (100, 37), (1, 1), (33, 2), (129, 130), (65, 577), (7, 48), (256, 15), (3, 1000)]
 """Outputs and inputs: whole panels and cut ones, inputs that fill vectors, pairs, and neither."""
 
 ROWS = [*range(8), 11, 12, 13, 16, 18, 19, 24, 25, 31, 33, 48, 63, 64, 65, 70, 127, 129, 191, 192, 193, 512]

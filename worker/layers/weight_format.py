@@ -163,12 +163,14 @@ def _fits_blocks(weight: Tensor) -> bool:
 
 
 def computes_in_panels(dtype: torch.dtype) -> bool:
-    """Whether our kernel is the fastest on this CPU: everywhere with AVX2 or more, but where there is a matrix unit (AMX).
+    """Whether our kernel is the fastest on this CPU: everywhere with AVX2 or more.
 
-    That one only the library uses.
+    But not where there is a matrix unit (AMX) that only the library uses: our code was compiled without it.
     """
     native = native_for(torch.empty(0, dtype=dtype))
-    return native is not None and native.instruction_set != "baseline" and not _has_matrix_unit()
+    if native is None or native.instruction_set == "baseline":
+        return False
+    return native.instruction_set == "amx" or not _has_matrix_unit()
 
 
 def _has_matrix_unit() -> bool:
