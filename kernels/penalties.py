@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.cpu.native import native_for
 from kernels.gpu.dispatch import triton_for
 
 
@@ -42,8 +43,13 @@ def apply_penalties(
     gpu = triton_for(logits, rows, in_prompt, counts, repetition, presence, frequency)
     if gpu is not None:
         gpu.apply_penalties(logits, rows, in_prompt, counts, repetition, presence, frequency)
+        return
+    tensors = (logits, rows, in_prompt, counts, repetition, presence, frequency)
+    library = native_for(logits)
+    if library is None or not all(tensor.is_contiguous() for tensor in tensors):
+        logits.copy_(apply_penalties_definition(*tensors))
     else:
-        logits.copy_(apply_penalties_definition(logits, rows, in_prompt, counts, repetition, presence, frequency))
+        library.penalties(*(tensor.data_ptr() for tensor in tensors), *logits.shape, torch.get_num_threads())
 
 
 def apply_penalties_definition(

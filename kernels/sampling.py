@@ -1,5 +1,7 @@
 """Random draws without a generator: noise keyed by (seed, position, token id), and filters with settled ties.
 
+A draw is the token with the largest sum of scaled logit and noise, of those that the filters leave.
+
 The noise of a token does not depend on which other tokens are looked at, nor on where in a tensor it stands. So the
 same draw comes out in any batch, after a restart, and from a vocabulary that is cut in pieces.
 """
@@ -7,7 +9,7 @@ same draw comes out in any batch, after a restart, and from a vocabulary that is
 import torch
 from torch import Tensor
 
-from kernels.cpu.native import native_for
+from kernels.cpu.native import NativeLibrary, native_for
 from kernels.gpu.dispatch import triton_for
 
 _LOW_31_BITS = 0x7FFFFFFF
@@ -134,60 +136,157 @@ def top_tokens_definition(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids), ids
 
 
-def nucleus(values: Tensor, totals: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of a row's most likely tokens make up the smallest set whose probability reaches ``top_p``.
+def kept_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor | None = None
+) -> Tensor:
+    """Which tokens the filters leave: top_k, then top_p, then min_p, then typical_p, each looking at what is left.
+
+    Tokens are ranked by their logits, of equal ones lower ids first; their weights are the exponentials of the logits
+    divided by the temperature, in float64.
+
+    - top_k leaves exactly the first k.
+    - top_p leaves the smallest beginning of the ranking whose share of the weight reaches p.
+    - min_p leaves tokens of at least this share of the first one's weight.
+    - typical_p leaves the smallest set whose share of the weight reaches p, of tokens whose surprise -log(share) is nearest
+      to the mean surprise, of equally near ones lower ids first (arXiv:2202.00666).
 
     Shapes:
-        values:  [S, N] scaled logits in falling order, the row's maximum first
-        totals:  [S], sum over all tokens in question of exp(value - maximum)
-        top_p:   [S] float32
-        returns  kept [S, N] bool, reached [S] bool: false where the N tokens do not suffice
+        logits:           [S, V] float32, the largest of each row finite
+        temperature:      [S] float32; of a row with 0 all tokens are left
+        top_k:            [S] int64; 0 is off
+        top_p, typical_p: [S] float64 in (0, 1]; 1 is off
+        min_p:            [S] float64 in [0, 1]; 0 is off
+        returns           [S, V] bool
     """
-    mass = (values - values[:, :1]).double().exp().div_(totals.double()[:, None]).cumsum(1)
-    p = top_p.double()[:, None]
-    kept = torch.ones_like(values, dtype=torch.bool)
-    kept[:, 1:] = mass[:, :-1] < p
-    return kept, mass[:, -1] >= p[:, 0]
+    _check_columns(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    library = native_for(logits)
+    if typical_p is not None or library is None or not logits.is_contiguous():
+        return kept_tokens_definition(logits, temperature, top_k, top_p, min_p, typical_p)
+    floors, last_ids = _cut(library, logits, temperature, top_k, top_p, min_p)
+    ids = torch.arange(logits.shape[1])
+    return (logits > floors[:, None]) | ((logits == floors[:, None]) & (ids <= last_ids[:, None]))
+
+
+def kept_tokens_definition(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor | None = None
+) -> Tensor:
+    vocab_size = logits.shape[1]
+    is_drawn = (temperature > 0)[:, None]
+    heat = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    ranked = logits.gather(1, order).double()
+    weights = ((ranked - ranked[:, :1]) / heat).exp()
+    count = torch.where(top_k > 0, top_k, vocab_size)[:, None]
+    kept = torch.arange(vocab_size, device=logits.device) < count
+    weights = weights.where(kept, 0.0)
+    kept &= _before(weights) < top_p.double()[:, None] * weights.sum(dim=1, keepdim=True)
+    kept |= (top_p >= 1)[:, None] & (weights > 0)
+    kept &= weights >= min_p.double()[:, None]
+    kept = torch.zeros_like(kept).scatter(1, order, kept)
+    if typical_p is not None:
+        kept &= _typical(logits.double().where(kept, -torch.inf) / heat, typical_p.double())
+    return kept | ~is_drawn
+
+
+def _typical(scaled: Tensor, typical_p: Tensor) -> Tensor:
+    surprise = -scaled.log_softmax(dim=1)
+    shares = (-surprise).exp()
+    mean = (shares * surprise).nan_to_num(nan=0.0).sum(dim=1, keepdim=True)  # of a share of 0 the product is 0
+    order = (surprise - mean).abs().sort(dim=1, stable=True).indices
+    kept = (_before(shares.gather(1, order)) < typical_p[:, None]) | (typical_p >= 1)[:, None]
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def _before(weights: Tensor) -> Tensor:
+    """Of each the sum of those before it."""
+    sums = weights.cumsum(dim=1).roll(1, dims=1)
+    sums[:, 0] = 0.0
+    return sums
 
 
 def draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    """One token for each row: the most likely one at temperature 0, else one drawn after the filters.
-
-    Filters act in this order: temperature, top_k (exactly k tokens), top_p (the smallest set of these, renormalised, that
-    reaches p). Of equal logits lower ids come first.
+    """One token for each row: the most likely one at temperature 0, else one drawn from what the filters leave.
 
     Shapes:
         logits:           [S, V] float32; not changed. A row with NaN or +inf, or -inf alone, gets some id in range
-        temperature:      [S] float32
-        top_k:            [S] int64; 0 is off
-        top_p:            [S] float32 in (0, 1]
+        temperature, top_k, top_p, min_p: as ``kept_tokens`` has them
         seeds, positions: [S] int64
         returns           [S] int64
 
-    Bytes: logits read twice; about 35 times with one filter, 65 times with both.
+    Bytes on a GPU: logits read twice; about 35 times with top_k or top_p, 65 times with both.
     """
-    if logits.dtype != torch.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
-    for name, column in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seeds", seeds), ("positions", positions)):
-        if column.shape != logits.shape[:1]:
-            raise ValueError(f"{name} of shape {tuple(column.shape)} for {logits.shape[0]} rows")
-    gpu = triton_for(logits, temperature, top_k, top_p, seeds, positions)
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    _check_columns(logits, **columns, seeds=seeds, positions=positions)
+    gpu = triton_for(logits, temperature, top_k, top_p, min_p, seeds, positions)
     if gpu is not None:
-        return gpu.draw(logits, temperature, top_k, top_p, seeds, positions)
-    return draw_definition(logits, temperature, top_k, top_p, seeds, positions)
+        return gpu.draw(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    library = native_for(logits)
+    if library is None or not logits.is_contiguous():
+        return draw_definition(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    floors, last_ids = _cut(library, logits, temperature, top_k, top_p, min_p)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    pointers = (tensor.data_ptr() for tensor in (tokens, logits, floors, last_ids, temperature, seeds, positions))
+    library.draw(*pointers, *logits.shape, torch.get_num_threads())
+    return tokens
 
 
 def draw_definition(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
+    """Filters sort a row, and noise is made for every token: each only for rows that need it."""
     vocab_size = logits.shape[1]
-    heat = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    values, ids = top_tokens_definition((logits - logits.amax(dim=1, keepdim=True)) / heat, vocab_size)
-    count = torch.where(top_k > 0, top_k, vocab_size)[:, None]
-    within_k = torch.arange(vocab_size, device=logits.device) < count
-    kept, _ = nucleus(values, (values.exp() * within_k).sum(dim=1), top_p)
-    scores = values + gumbel_noise_definition(seeds, positions, ids)
-    drawn = scores.masked_fill(~((kept | (top_p >= 1)[:, None]) & within_k), -torch.inf).argmax(dim=1, keepdim=True)
-    return torch.where(temperature > 0, ids.gather(1, drawn)[:, 0], ids[:, 0])
+    tokens = logits.argmax(dim=1)
+    drawn = (temperature > 0).nonzero()[:, 0]
+    heat = temperature[drawn, None]
+    scores = (logits[drawn] - logits[drawn].amax(dim=1, keepdim=True)) / heat
+    scores += gumbel_noise_definition(seeds[drawn], positions[drawn], torch.arange(vocab_size, device=logits.device)[None])
+    has_filter = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
+    filtered = has_filter[drawn].nonzero()[:, 0]
+    if len(filtered):
+        rows = drawn[filtered]
+        kept = kept_tokens_definition(logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+        scores[filtered] = scores[filtered].masked_fill(~kept, -torch.inf)
+    tokens[drawn] = scores.argmax(dim=1)
+    return tokens
+
+
+def _cut(
+    library: NativeLibrary, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The last token that each row's filters leave: [S] its logit and [S] its id; -inf where nothing is left out."""
+    floors = torch.empty(logits.shape[0], dtype=torch.float32)
+    last_ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    pointers = (tensor.data_ptr() for tensor in (floors, last_ids, logits, temperature, top_k, top_p, min_p))
+    if not library.cut(*pointers, *logits.shape, torch.get_num_threads()):
+        raise MemoryError(f"no memory to rank {logits.shape[1]} tokens")
+    return floors, last_ids
+
+
+_COLUMN_TYPES = {
+    "temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64,
+    "seeds": torch.int64, "positions": torch.int64,
+}  # fmt: skip
+
+
+def _check_columns(logits: Tensor, **columns: Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise TypeError(f"logits must be float32, got {logits.dtype}")
+    for name, column in columns.items():
+        if column.shape != logits.shape[:1] or not column.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(column.shape)} for {logits.shape[0]} rows")
+        if column.dtype != _COLUMN_TYPES[name]:
+            raise TypeError(f"{name} must be {_COLUMN_TYPES[name]}, got {column.dtype}")

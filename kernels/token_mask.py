@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.cpu.native import native_for
 from kernels.gpu.dispatch import triton_for
 from kernels.penalties import unpack_bits
 
@@ -27,8 +28,13 @@ def apply_token_mask(logits: Tensor, allowed: Tensor, rows: Tensor) -> None:
     gpu = triton_for(logits, allowed, rows)
     if gpu is not None:
         gpu.apply_token_mask(logits, allowed, rows)
-    else:
+        return
+    library = native_for(logits)
+    if library is None or not all(tensor.is_contiguous() for tensor in (logits, allowed, rows)):
         logits[rows] = apply_token_mask_definition(logits[rows], allowed)
+    else:
+        pointers = (logits.data_ptr(), allowed.data_ptr(), rows.data_ptr())
+        library.token_mask(*pointers, rows.shape[0], logits.shape[1], torch.get_num_threads())
 
 
 def apply_token_mask_definition(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -136,11 +136,12 @@ def _choices(vocab_size: int = 128256, num_seqs: int = 64) -> Iterator[Specimen]
     """From logits to tokens, and the inputs of a step."""
     scores = _empty(num_seqs, vocab_size, dtype=torch.float32)
     ints, wide, floats = (_empty(num_seqs, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
+    shares = _empty(num_seqs, dtype=torch.float64)
     counts, words = _empty(256, vocab_size, dtype=torch.int32), _empty(256, -(-vocab_size // 32), dtype=torch.int32)
     ids = _empty(1, vocab_size, dtype=torch.int64)
     case = f"{vocab_size} tokens"
     yield Specimen(case=case, launch=sampling.argmax_launch(wide, scores))
-    yield Specimen(case=case, launch=sampling.draw_launch(wide, scores, floats, wide, floats, wide, wide))
+    yield Specimen(case=case, launch=sampling.draw_launch(wide, scores, floats, wide, shares, shares, wide, wide))
     yield Specimen(case=case, launch=noise.noise_launch(scores, wide, wide, ids))
     yield Specimen(case=case, launch=logits.penalties_launch(scores, wide, words, counts, floats, floats, floats))
     yield Specimen(case=case, launch=logits.token_mask_launch(scores, words[:num_seqs], wide))

@@ -56,7 +56,7 @@ class _Columns:
 
 def sampled_logprobs(logits: Tensor, sampled: Tensor, sampling: SamplingRows) -> LogprobColumns | None:
     """Of the tokens just sampled, for rows that ask; None when none does. ``logits``: [S', V]."""
-    wanted = sampling.params.num_logprobs
+    wanted = sampling.num_logprobs
     asking = [i for i, num_top in enumerate(wanted) if num_top != NO_LOGPROBS]
     if not asking:
         return None

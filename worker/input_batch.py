@@ -13,7 +13,7 @@ from ipc.messages import SchedulerOutput
 from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
 from worker.request_states import NO_LOGPROBS, RequestStates, Span
-from worker.sampler import SamplingBatch
+from worker.sampler import Filters, SamplingBatch
 from worker.transfer import to_device
 
 
@@ -29,6 +29,8 @@ class SamplingRows:
     """[S'] int64: where each row's last token is among the step's tokens."""
 
     params: SamplingBatch
+    num_logprobs: list[int]
+    """Top alternatives wanted with each token; NO_LOGPROBS for no logprobs at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +134,17 @@ def sampling_rows(states: RequestStates, step: StepTokens, device: torch.device)
         positions=positions,
         hidden_index=moved(step.query_starts[chosen + 1] - 1),
         params=SamplingBatch(
-            temperature=moved(states.temperature[rows]),
-            top_k=moved(states.top_k[rows]),
-            top_p=moved(states.top_p[rows]),
+            filters=Filters(
+                temperature=moved(states.temperature[rows]),
+                top_k=moved(states.top_k[rows]),
+                top_p=moved(states.top_p[rows]),
+                min_p=moved(np.zeros(len(rows))),
+            ),
             seed=moved(states.seed[rows]),
             position=moved(positions),
-            num_logprobs=states.num_logprobs[rows].tolist(),
+            is_greedy=not states.temperature[rows].any(),
         ),
+        num_logprobs=states.num_logprobs[rows].tolist(),
     )
 
 

@@ -26,7 +26,7 @@ from worker.memory import free_memory
 from worker.model_config import ModelConfig
 from worker.models import StageModel, build_stage
 from worker.partition import Mix, ModelCosts, StepCosts
-from worker.sampler import SamplingBatch, nan_rows, sample
+from worker.sampler import Filters, SamplingBatch, nan_rows, sample
 
 MOST_LAYER_BYTES = 256 << 20
 PREFILL_LAYERS = 4
@@ -284,12 +284,15 @@ class _Bench:
 
 def _sampling(num_rows: int, temperature: float, position: int, device: torch.device) -> SamplingBatch:
     return SamplingBatch(
-        temperature=torch.full((num_rows,), temperature, device=device),
-        top_k=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        top_p=torch.ones(num_rows, device=device),
+        filters=Filters(
+            temperature=torch.full((num_rows,), temperature, device=device),
+            top_k=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            top_p=torch.ones(num_rows, dtype=torch.float64, device=device),
+            min_p=torch.zeros(num_rows, dtype=torch.float64, device=device),
+        ),
         seed=torch.arange(num_rows, device=device),
         position=torch.full((num_rows,), position, device=device),
-        num_logprobs=[-1] * num_rows,
+        is_greedy=temperature == 0,
     )
 
 
@@ -298,6 +301,6 @@ def _sample(logits: Tensor, samplings: tuple[SamplingBatch, ...]) -> None:
     nan_rows(logits).cpu()
     start = 0
     for sampling in samplings:
-        num_rows = len(sampling.num_logprobs)
+        num_rows = len(sampling.seed)
         sample(logits[start : start + num_rows], sampling).tolist()
         start += num_rows

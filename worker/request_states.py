@@ -49,7 +49,7 @@ class RequestStates:
         self.num_computed = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float64)
         self.seed = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)

@@ -1,8 +1,6 @@
 """Which token does each row get?
 
-Sampling is a pure function of a row's logits, seed and position. The filters act in this order: temperature, top_k
-(exactly k tokens), top_p (the smallest set of the k, renormalised, that reaches p); then one draw. Where logits tie,
-lower ids are preferred.
+Sampling is a pure function of a row's logits, seed and position; docs/sampling.md has the order of all that happens.
 """
 
 from dataclasses import dataclass
@@ -10,28 +8,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.dispatch import triton_for
-from kernels.sampling import draw, gumbel_noise, most_likely, nucleus, top_tokens
+from kernels.sampling import draw, kept_tokens, most_likely, top_tokens
 
 _ELEMENTS_AT_ONCE = 1 << 18
 """Rows are worked on in pieces of this size: they stay in a core's cache while a dozen passes go over them."""
 
-_FIRST_CANDIDATES = 256
-"""Tokens looked at for top_p at first; most rows' nucleus is smaller, and others look at all."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What is left of a row's distribution; one entry a row, as ``kernels.sampling.kept_tokens`` has them."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    typical_p: Tensor | None = None
+    """None when it is off in all rows."""
+
+    def of(self, index: Tensor) -> "Filters":
+        """Those of some rows."""
+        return Filters(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            typical_p=None if self.typical_p is None else self.typical_p[index],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
     """Sampling parameters of S rows, one entry a row, on the logits' device."""
 
-    temperature: Tensor
-    """[S] float32; 0 is greedy."""
-
-    top_k: Tensor
-    """[S] int64; 0 is off."""
-
-    top_p: Tensor
-    """[S] float32 in (0, 1]; 1 is off."""
+    filters: Filters
 
     seed: Tensor
     """[S] int64."""
@@ -39,8 +48,11 @@ class SamplingBatch:
     position: Tensor
     """[S] int64: index in its sequence of the token being sampled."""
 
-    num_logprobs: list[int]
-    """Top alternatives wanted with each token; -1 for no logprobs at all. Not used by ``sample``."""
+    is_greedy: bool
+    """Every row has temperature 0."""
+
+    typical_rows: Tensor | None = None
+    """[N] int64: rows with a typical_p below 1, which need their whole distribution in order; None for none."""
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -50,27 +62,29 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits: [S, V] float32; not changed. Rows for which ``nan_rows`` holds get some id in range
         returns [S] int64
     """
-    if triton_for(logits) is not None:
-        # In one launch, and the host need not know which rows have which filters.
-        return draw(logits, batch.temperature, batch.top_k, batch.top_p, batch.seed, batch.position)
-    greedy = batch.temperature == 0
-    filtered = ~greedy & ((batch.top_k > 0) & (batch.top_k < logits.shape[1]) | (batch.top_p < 1))
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for rows, choose in (
-        (greedy, _argmax),
-        (~greedy & ~filtered, _draw_from_all),
-        (filtered, _draw_filtered),
-    ):
-        indices = rows.nonzero()[:, 0]
-        if len(indices) == logits.shape[0]:
-            return choose(logits, batch, indices)
-        if len(indices):
-            tokens[indices] = choose(logits, batch, indices)
-    return tokens
+    if batch.is_greedy:
+        return most_likely(logits)
+    filters = batch.filters
+    if batch.typical_rows is not None:
+        rows = batch.typical_rows
+        logits = logits.index_copy(0, rows, _left(logits[rows], filters.of(rows)))
+        filters = _without_filters(filters, rows)
+    return draw(
+        logits, filters.temperature, filters.top_k, filters.top_p, filters.min_p, batch.seed, batch.position
+    )
+
+
+def processed_logits(logits: Tensor, filters: Filters) -> Tensor:
+    """[N, V] logits of the distribution that a token is drawn from; those of a greedy row as they are.
+
+    Logits are below their row's maximum, which becomes 0, and -inf where a filter left a token out.
+    """
+    heat = torch.where(filters.temperature > 0, filters.temperature, 1.0)[:, None]
+    return _left(logits, filters).sub_(logits.amax(dim=1, keepdim=True)).div_(heat)
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-softmax of raw logits for given tokens and for the most likely ones.
+    """Log-softmax of logits for given tokens and for the most likely ones.
 
     Shapes:
         logits:    [N, V] float32; token_ids: [N]
@@ -79,7 +93,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
                    ranks [N] int32: how many tokens are at least as likely as the given one, itself included
     """
     num_top = min(num_top, logits.shape[1])
-    size = _rows_at_once(logits.shape[1])
+    size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
     pieces = zip(logits.split(size), token_ids.split(size), strict=True)
     ids, logprobs, ranks = zip(*(_piece_logprobs(*piece, num_top) for piece in pieces), strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
@@ -91,6 +105,7 @@ def nan_rows(logits: Tensor) -> Tensor:
 
 
 def _piece_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits - logits.amax(dim=1, keepdim=True)  # what is likely keeps its precision
     own_ids = token_ids.to(torch.int64)[:, None]
     own = logits.gather(1, own_ids)
     top, top_ids = top_tokens(logits, num_top) if num_top else (own[:, :0], own_ids[:, :0])
@@ -99,62 +114,18 @@ def _piece_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
     return ids, logprobs, (logits >= own).sum(dim=1).to(torch.int32)
 
 
-def _argmax(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    return most_likely(logits if len(rows) == logits.shape[0] else logits[rows])
+def _left(logits: Tensor, filters: Filters) -> Tensor:
+    kept = kept_tokens(
+        logits, filters.temperature, filters.top_k, filters.top_p, filters.min_p, filters.typical_p
+    )
+    return logits.masked_fill(~kept, -torch.inf)
 
 
-def _draw_from_all(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
-    tokens = []
-    for piece in _pieces(rows, logits.shape[1]):
-        noise = gumbel_noise(batch.seed[piece], batch.position[piece], token_ids)
-        tokens.append(_scaled(logits, batch, piece).add_(noise).argmax(dim=1))
-    return torch.cat(tokens)
-
-
-def _draw_filtered(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    return torch.cat([_draw_filtered_piece(logits, batch, piece) for piece in _pieces(rows, logits.shape[1])])
-
-
-def _draw_filtered_piece(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """Looks at a row's most likely tokens only: at k of them, or as many as it takes to reach p."""
-    vocab_size = logits.shape[1]
-    top_k = torch.where(batch.top_k[rows] > 0, batch.top_k[rows], vocab_size).clamp(max=vocab_size)
-    count = min(vocab_size, max(_FIRST_CANDIDATES, int(torch.where(top_k < vocab_size, top_k, 0).max())))
-    tokens, settled = _draw_from_top(logits, batch, rows, top_k, count)
-    while not settled.all():
-        count = min(vocab_size, count * 16)
-        left = (~settled).nonzero()[:, 0]
-        tokens[left], settled[left] = _draw_from_top(logits, batch, rows[left], top_k[left], count)
-    return tokens
-
-
-def _draw_from_top(
-    logits: Tensor, batch: SamplingBatch, rows: Tensor, top_k: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """Draws from the ``count`` most likely tokens, and whether these were enough to know the filters' outcome."""
-    vocab_size = logits.shape[1]
-    scaled = _scaled(logits, batch, rows)
-    values, ids = top_tokens(scaled, count)
-    within_k = torch.arange(count, device=rows.device) < top_k[:, None]
-    totals = torch.where(top_k <= count, (values.exp() * within_k).sum(dim=1), scaled.exp_().sum(dim=1))
-    kept, reached = nucleus(values, totals, batch.top_p[rows])
-    scores = values + gumbel_noise(batch.seed[rows], batch.position[rows], ids)
-    scores.masked_fill_(~(kept & within_k), -torch.inf)
-    best = scores.amax(dim=1, keepdim=True)
-    drawn = torch.where(scores == best, ids, vocab_size - 1).amin(dim=1)
-    return drawn, reached | (top_k <= count) | (count == vocab_size)
-
-
-def _scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """Logits below their row's maximum, which becomes 0, so that the smallest temperature overflows to -inf only."""
-    values = logits[rows]
-    return values.sub_(values.amax(dim=1, keepdim=True)).div_(batch.temperature[rows][:, None])
-
-
-def _pieces(rows: Tensor, vocab_size: int) -> tuple[Tensor, ...]:
-    return rows.split(_rows_at_once(vocab_size))
-
-
-def _rows_at_once(vocab_size: int) -> int:
-    return max(1, _ELEMENTS_AT_ONCE // vocab_size)
+def _without_filters(filters: Filters, rows: Tensor) -> Filters:
+    """These rows keep all tokens that they have."""
+    return Filters(
+        temperature=filters.temperature,
+        top_k=filters.top_k.index_fill(0, rows, 0),
+        top_p=filters.top_p.index_fill(0, rows, 1.0),
+        min_p=filters.min_p.index_fill(0, rows, 0.0),
+    )

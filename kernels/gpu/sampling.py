@@ -1,6 +1,6 @@
 """How does a GPU choose tokens? One program a row, which goes over the logits as often as the row's filters need.
 
-A filter keeps what lies above some value, and of the tokens at that value those with the lowest ids. The value is found
+A filter keeps what lies above some logit, and of the tokens at that logit those with the lowest ids. The logit is found
 by halving the range of all float32 numbers, taken as integers that rise with them: exact, and without sorting.
 """
 
@@ -25,11 +25,17 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     """As ``kernels.sampling``."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    draw_launch(tokens, logits, temperature, top_k, top_p, seeds, positions).run()
+    draw_launch(tokens, logits, temperature, top_k, top_p, min_p, seeds, positions).run()
     return tokens
 
 
@@ -48,6 +54,7 @@ def draw_launch(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
 ) -> Launch:
@@ -55,8 +62,8 @@ def draw_launch(
         kernel=draw_kernel,
         grid=(logits.shape[0],),
         arguments={
-            "tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seeds": seeds,
-            "positions": positions, **_rows(logits),
+            "tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+            "seeds": seeds, "positions": positions, **_rows(logits),
         },
         num_warps=8,
     )  # fmt: skip
@@ -79,7 +86,7 @@ def argmax_kernel(tokens, logits, row_stride, stride, VOCAB_SIZE: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["row_stride"])
 def draw_kernel(
-    tokens, logits, temperature, top_k, top_p, seeds, positions, row_stride, stride,
+    tokens, logits, temperature, top_k, top_p, min_p, seeds, positions, row_stride, stride,
     VOCAB_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -90,6 +97,8 @@ def draw_kernel(
         k = tl.load(top_k + row)
         k = tl.where((k <= 0) | (k > VOCAB_SIZE), VOCAB_SIZE, k).to(tl.int32)
         p = tl.load(top_p + row)
+        share = tl.load(min_p + row).to(tl.float32)
+        least = tl.where(share > 0.0, tl.log(tl.where(share > 0.0, share, 1.0)), -float("inf"))
         floor = _LOWEST + 0
         num_at_floor = 0
         if (k < VOCAB_SIZE) | (p < 1.0):
@@ -102,6 +111,7 @@ def draw_kernel(
             is_at_floor = (height == floor).to(tl.int32)
             order = num_seen + tl.cumsum(is_at_floor, 0)
             is_kept = (height > floor) | ((is_at_floor != 0) & (order <= num_at_floor))
+            is_kept = is_kept & (scaled >= least)
             scores = tl.where(is_kept & (ids < VOCAB_SIZE), scaled + gumbel(ids, first, second), -float("inf"))
             num_seen += tl.sum(is_at_floor, 0)
             best, token = _better(best, token, scores, ids)
@@ -116,14 +126,14 @@ def _filter(logits, peak, heat, k, p, stride, VOCAB_SIZE: tl.constexpr, WIDTH: t
     if k < VOCAB_SIZE:
         floor, count, mass = _floor(logits, peak, heat, k, float("inf"), stride, VOCAB_SIZE, WIDTH)
         num_at_floor = k - count
-        total = mass + num_at_floor * _weight_at(floor)
+        total = mass + num_at_floor * _weight_at(floor, peak, heat)
     else:
         _, total = _above(logits, peak, heat, floor, stride, VOCAB_SIZE, WIDTH)
     if p < 1.0:
         wanted = p.to(tl.float64) * total
         floor, count, mass = _floor(logits, peak, heat, k, wanted, stride, VOCAB_SIZE, WIDTH)
         # At the floor so many more that their weight is enough; at least one, or the floor would be higher.
-        weight = _weight_at(floor)
+        weight = _weight_at(floor, peak, heat)
         missing = tl.where(weight > 0.0, (wanted - mass) / weight, VOCAB_SIZE)
         missing = tl.ceil(tl.minimum(missing, VOCAB_SIZE)).to(tl.int32)
         num_at_floor = tl.minimum(k - count, tl.maximum(missing, 1))
@@ -135,7 +145,7 @@ def _floor(logits, peak, heat, k, wanted, stride, VOCAB_SIZE: tl.constexpr, WIDT
     """The lowest integer above which there are fewer than ``k`` tokens, of less than the ``wanted`` weight in all; their
     number and weight."""
     low = _LOWEST + 0
-    high = 0  # the integer of 0.0, which is the row's peak
+    high = _height(peak)
     count = 0
     mass = tl.full((), 0.0, tl.float64)
     while high - 1 > low:
@@ -165,18 +175,24 @@ def _above(logits, peak, heat, floor, stride, VOCAB_SIZE: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _scaled(logits, peak, heat, start, stride, VOCAB_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Logits below their peak, divided by the temperature; integers that rise with them; their token ids."""
+    """Logits below their peak, divided by the temperature; integers that rise with the logits; their token ids."""
     ids = start + tl.arange(0, WIDTH)
     values = tl.load(logits + ids.to(tl.int64) * stride, mask=ids < VOCAB_SIZE, other=-float("inf"))
-    scaled = tl.div_rn(values - peak, tl.zeros_like(values) + heat) + 0.0  # -0.0 becomes 0.0
-    bits = scaled.to(tl.int32, bitcast=True)
-    return scaled, bits ^ ((bits >> 31) & 0x7FFFFFFF), ids
+    scaled = tl.div_rn(values - peak, tl.zeros_like(values) + heat)
+    return scaled, _height(values), ids
 
 
 @triton.jit
-def _weight_at(height):
+def _height(value):
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weight_at(height, peak, heat):
     bits = height ^ ((height >> 31) & 0x7FFFFFFF)
-    return tl.exp(bits.to(tl.float32, bitcast=True)).to(tl.float64)
+    value = bits.to(tl.float32, bitcast=True)
+    return tl.exp(tl.div_rn(value - peak, heat)).to(tl.float64)
 
 
 @triton.jit

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from kernels.penalties import apply_penalties
-from kernels.sampling import draw, gumbel_noise, gumbel_noise_definition, most_likely
+from kernels.sampling import draw, draw_definition, gumbel_noise, gumbel_noise_definition, most_likely
 from kernels.step_inputs import step_inputs
 from kernels.token_mask import apply_token_mask
 from tests.interpreter import DEVICE, use_interpreter
-from worker.sampler import SamplingBatch, sample
+from tests.native import INSTRUCTION_SETS, use_instruction_set
 
 HIGHEST = (1 << 63) - 1
 
 
-@pytest.fixture(autouse=True, params=["torch", "triton"])
+@pytest.fixture(autouse=True, params=["torch", *INSTRUCTION_SETS, "triton"])
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "triton":
         use_interpreter(monkeypatch)
+    else:
+        use_instruction_set(request.param, monkeypatch)
 
 
 def there(values: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -49,40 +51,35 @@ def test_noise_at_its_ends() -> None:
     assert (gumbel_noise(seeds, positions, ends)[0] - expected[ends[0]]).abs().max() <= 2e-6
 
 
-def columns(temperature: list[float], top_k: list[int], top_p: list[float], trial: int = 0) -> dict[str, Tensor]:
+def columns(
+    temperature: list[float], top_k: list[int], top_p: list[float], trial: int = 0, min_p: list[float] | None = None
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(trial)
     return {
-        "temperature": there(temperature, torch.float32), "top_k": there(top_k), "top_p": there(top_p, torch.float32),
+        "temperature": there(temperature, torch.float32), "top_k": there(top_k), "top_p": there(top_p, torch.float64),
+        "min_p": there(min_p or [0.0] * len(top_k), torch.float64),
         "seeds": there(torch.randint(0, HIGHEST, (len(top_k),), generator=generator)),
         "positions": there(torch.randint(0, 1 << 20, (len(top_k),), generator=generator)),
     }  # fmt: skip
 
 
-def test_draws_are_those_of_the_sampler() -> None:
-    """Every mix of filters, over logits with many ties; ``sample`` looks at some tokens only and gets the same."""
+def test_draws_are_those_of_the_definition() -> None:
+    """Every mix of filters, over logits with many ties."""
     for trial in range(2):
         rules = columns(
-            [0, 1, 0.7, 1.3, 0.5, 2, 1, 1], [0, 0, 5, 0, 40, 700, 1, 900], [1, 1, 1, 0.9, 0.5, 0.3, 1, 1e-6], trial
+            [0, 1, 0.7, 1.3, 0.5, 2, 1, 1, 1, 3], [0, 0, 5, 0, 40, 700, 1, 900, 0, 99], [1, 1, 1, 0.9, 0.5, 0.3, 1, 1e-6, 1, 0.9], trial,
+            [0, 0, 0, 0, 0, 0, 0, 0, 0.05, 0.8],
         )
-        logits = there(torch.randn(8, 800).round(decimals=1) * 2)
-        batch = SamplingBatch(
-            temperature=rules["temperature"], top_k=rules["top_k"], top_p=rules["top_p"], seed=rules["seeds"],
-            position=rules["positions"], num_logprobs=[-1] * 8,
-        )  # fmt: skip
+        logits = there(torch.randn(10, 800).round(decimals=1) * 2)
         before = logits.clone()
-        tokens = draw(logits, **rules)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("worker.sampler.triton_for", lambda *tensors: None)
-            patch.setattr("kernels.sampling.triton_for", lambda *tensors: None)
-            assert sample(logits, batch).tolist() == tokens.tolist()
-        assert sample(logits, batch).tolist() == tokens.tolist()
+        assert draw(logits, **rules).tolist() == draw_definition(logits, **rules).tolist()
         assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "kept"), [(3, 1.0, {1, 4, 5}), (0, 0.5, {1, 4, 5}), (5, 0.3, {1, 4}), (1, 1.0, {1})])
 def test_filters_keep_lower_ids_of_ties(top_k: int, top_p: float, kept: set[int]) -> None:
-    """Six tokens of equal weight beside two of hardly any."""
-    logits = there([[-30.0, 2, -30, -30, 2, 2, 2, 2, 2, -30]]).expand(20, -1)
+    """Six tokens of equal weight beside four of hardly any."""
+    logits = there([[-100.0, 2, -100, -100, 2, 2, 2, 2, 2, -100]]).expand(20, -1)
     rules = columns([1.0] * 20, [top_k] * 20, [top_p] * 20)
     assert set(draw(logits, **rules).tolist()) == kept
 
@@ -110,7 +107,7 @@ def test_draw_checks_its_arguments() -> None:
     with pytest.raises(TypeError, match="float32"):
         draw(there(torch.ones(1, 4)).bfloat16(), **rules)
     with pytest.raises(ValueError, match="top_p"):
-        draw(there(torch.ones(1, 4)), **{**rules, "top_p": there([1.0, 1.0])})
+        draw(there(torch.ones(1, 4)), **{**rules, "top_p": there([1.0, 1.0], torch.float64)})
 
 
 # ------------------------------------------------------------------------------------------------ penalties and masks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import gumbel_noise, nucleus, top_tokens
+from kernels.sampling import gumbel_noise, top_tokens
 
 EULER = 0.5772156649
 
@@ -97,14 +97,3 @@ def test_top_tokens_checks_its_arguments() -> None:
         top_tokens(torch.zeros(1, 10), 11)
     with pytest.raises(TypeError, match="float32"):
         top_tokens(torch.zeros(1, 10).double(), 1)
-
-
-def test_nucleus_is_the_smallest_that_reaches() -> None:
-    values = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().expand(5, -1)
-    top_p = torch.tensor([0.3, 0.49, 0.51, 0.87, 1.0])
-    kept, reached = nucleus(values, torch.full((5,), 2.0), top_p)
-    assert kept.sum(1).tolist() == [1, 1, 2, 3, 4]
-    assert reached[:4].all()  # whether rounded shares reach 1 is chance
-    kept, reached = nucleus(values[:, :2], torch.full((5,), 2.0), top_p)
-    assert kept.sum(1).tolist() == [1, 1, 2, 2, 2]
-    assert reached.tolist() == [True, True, True, False, False]

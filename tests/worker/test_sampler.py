@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker import sampler
-from worker.sampler import SamplingBatch, gather_logprobs, nan_rows, sample
+from kernels import sampling
+from tests.native import INSTRUCTION_SETS, use_instruction_set
+from worker.sampler import Filters, SamplingBatch, gather_logprobs, nan_rows, processed_logits, sample
+
+
+@pytest.fixture(autouse=True, params=[*INSTRUCTION_SETS[:1], "torch"])
+def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With native code and without; tests/kernels looks at each instruction set."""
+    use_instruction_set(request.param, monkeypatch)
+
 
 CHI_SQUARE_999 = {3: 16.3, 5: 20.5, 9: 27.9, 19: 43.8, 49: 85.4}
 """Degrees of freedom to the value that one in a thousand fair tables exceeds."""
@@ -19,19 +27,26 @@ def batch_of(
     temperature: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    typical_p: float | Sequence[float] = 1.0,
     seed: int | Sequence[int] | Tensor = 0,
     position: int | Sequence[int] | Tensor = 0,
 ) -> SamplingBatch:
     def column(value: object, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(value, dtype=dtype).expand(num_rows).contiguous()
 
+    heat, typical = column(temperature, torch.float32), column(typical_p, torch.float64)
+    rows = (typical < 1).nonzero()[:, 0]
+    filters = Filters(
+        temperature=heat, top_k=column(top_k, torch.int64), top_p=column(top_p, torch.float64),
+        min_p=column(min_p, torch.float64), typical_p=typical if len(rows) else None,
+    )  # fmt: skip
     return SamplingBatch(
-        temperature=column(temperature, torch.float32),
-        top_k=column(top_k, torch.int64),
-        top_p=column(top_p, torch.float32),
+        filters=filters,
         seed=column(seed, torch.int64),
         position=column(position, torch.int64),
-        num_logprobs=[-1] * num_rows,
+        is_greedy=not heat.any(),
+        typical_rows=rows if len(rows) else None,
     )
 
 
@@ -72,7 +87,26 @@ def draws(logits: Tensor, count: int, **params: object) -> Tensor:
     half = count // 2
     seed = torch.cat((torch.arange(half) * 7 + 1, torch.full((count - half,), 12345)))
     position = torch.cat((torch.full((half,), 9), torch.arange(count - half)))
-    return sample(logits.expand(count, -1), batch_of(count, seed=seed, position=position, **params))  # type: ignore[arg-type]
+    most = max(1, (1 << 22) // len(logits))
+    return torch.cat([
+        sample(logits.expand(len(seeds), -1).contiguous(), batch_of(len(seeds), seed=seeds, position=positions, **params))  # type: ignore[arg-type]
+        for seeds, positions in zip(seed.split(most), position.split(most), strict=True)
+    ])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {}, {"temperature": 0.6}, {"temperature": 2.5}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.7},
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hundred_thousand_draws(params: dict[str, float]) -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(12)) * 1.5
+    filters = batch_of(1, **params).filters  # type: ignore[arg-type]
+    expected = processed_logits(logits[None], filters)[0].double().softmax(dim=0)
+    assert_drawn_from(draws(logits, 100_000, **params), expected)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +284,14 @@ def test_work_that_no_row_needs_is_skipped(monkeypatch: pytest.MonkeyPatch) -> N
     def forbidden(*_: object) -> Tensor:
         raise AssertionError("not needed")
 
-    monkeypatch.setattr(sampler, "top_tokens", forbidden)
+    use_instruction_set("torch", monkeypatch)
+    monkeypatch.setattr(sampling, "kept_tokens_definition", forbidden)
+    monkeypatch.setattr(sampling, "top_tokens_definition", forbidden)
     sample(torch.randn(3, 50), batch_of(3, temperature=[0.0, 1.0, 0.5]))
-    monkeypatch.setattr(sampler, "gumbel_noise", forbidden)
-    sample(torch.randn(3, 50), batch_of(3, temperature=0.0, top_k=5, top_p=0.5))
+    sample(torch.randn(3, 50), batch_of(3, temperature=[0.0, 1.0, 0.5], top_k=[5, 0, 60], top_p=[0.5, 1.0, 1.0]))
     gather_logprobs(torch.randn(3, 50), torch.zeros(3, dtype=torch.int64), 0)
+    monkeypatch.setattr(sampling, "gumbel_noise_definition", forbidden)
+    sample(torch.randn(3, 50), batch_of(3, temperature=0.0, top_k=5, top_p=0.5))
 
 
 def test_rows_with_nan_are_told_and_harm_nobody() -> None:

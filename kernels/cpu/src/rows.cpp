@@ -62,41 +62,6 @@ void turn(T* head, const float* cosines, const float* sines, int64_t half) {
     }
 }
 
-// The first of a row's largest elements; NaN counts as smaller than all.
-int64_t first_largest(const float* row, int64_t width) {
-    constexpr int64_t PIECE = 64 * W;
-    float largest = -INFINITY;
-    int64_t start = 0, i = 0;
-    for (; i + PIECE <= width; i += PIECE) {
-        Vec tops[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
-        for (int64_t j = 0; j < PIECE; j += 4 * W) {
-            for (int k = 0; k < 4; ++k) {
-                const Vec v = load(row + i + j + k * W);
-                tops[k] = v > tops[k] ? v : tops[k];
-            }
-        }
-        float buffer[W], top = -INFINITY;
-        store(buffer, larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
-        for (int k = 0; k < W; ++k) top = buffer[k] > top ? buffer[k] : top;
-        if (top > largest) {
-            largest = top;
-            start = i;
-        }
-    }
-    int64_t in_rest = -1;
-    for (; i < width; ++i) {
-        if (row[i] > largest) {
-            largest = row[i];
-            in_rest = i;
-        }
-    }
-    if (in_rest >= 0) return in_rest;
-    for (i = start; i < width; ++i) {
-        if (row[i] == largest) return i;
-    }
-    return 0;
-}
-
 INLINE Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
 template <class T>
@@ -151,10 +116,4 @@ EXPORT(void, silu_mul)
             gate(static_cast<T*>(out) + row * width, static_cast<const T*>(gate_up) + 2 * row * width, width);
         });
     });
-}
-
-// out: [num_rows], x: [num_rows, width]
-EXPORT(void, argmax)(int64_t* out, const float* x, int64_t num_rows, int64_t width, int num_threads) {
-    parallel_for(num_rows, rows_at_a_time(num_rows, width * sizeof(float), num_threads), num_threads,
-                 [&](int64_t row) { out[row] = first_largest(x + row * width, width); });
 }

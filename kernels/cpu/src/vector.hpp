@@ -47,6 +47,18 @@ INLINE IntVec splat_int(int32_t x) { return x - IntVec{}; }
 INLINE UintVec splat_bits(uint32_t x) { return x - UintVec{}; }
 INLINE Vec select(IntVec condition, Vec yes, Vec no) { return condition ? yes : no; }
 
+INLINE bool any(IntVec lanes) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+#else
+    int32_t seen = 0;
+    for (int k = 0; k < W; ++k) seen |= lanes[k];
+    return seen != 0;
+#endif
+}
+
 INLINE Vec load(const float* from) {
     Vec v;
     memcpy(&v, from, sizeof v);
