@@ -221,6 +221,7 @@ def test_offsets_beyond_32_bits(num_queries: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rule", RULES)
 def test_long_sequences(rule: str, dtype: torch.dtype) -> None:

@@ -26,7 +26,14 @@ BACKENDS = [
 SWEPT = [*BACKENDS[:2], pytest.param("triton", marks=pytest.mark.slow)]
 """For tests of many cases: the interpreter takes a second for one batch after the other. tests/kernels has some of them."""
 
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Of the largest difference, relative to the largest value."""
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    assert out.dtype == expected.dtype
+    gap = (out.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert gap <= TOLERANCES[out.dtype], f"relative difference {gap.item()}"
 
 
 @pytest.fixture(autouse=True)
@@ -153,9 +160,7 @@ BATCHES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_the_definition(backend: str, batch: str, dtype: torch.dtype) -> None:
     step = Step(BATCHES[batch], dtype=dtype, backend=backend)
-    out = step.run()
-    assert out.dtype == dtype
-    assert (out.float() - step.expected().float()).abs().max() <= TOLERANCES[dtype]
+    assert_close(step.run(), step.expected())
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -175,8 +180,83 @@ RULES: dict[str, dict[str, Any]] = {
 def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype) -> None:
     for batch in BATCHES.values():
         step = Step(batch, dtype=dtype, backend=backend, rule=RULES[rule], padding=1)
-        out = step.run()
-        assert (out.float() - step.expected().float()).abs().max() <= TOLERANCES[dtype]
+        assert_close(step.run(), step.expected())
+
+
+LONG_BATCH = [(4095, 1), (2047, 1), (511, 1), (3000, 96), (0, 600), (4000, 96)]
+LONG_RULES = {"none": {}, "window_1000": {"window": 1000}, **{name: RULES[name] for name in ("window_17", "soft_cap", "sinks", "all")}}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rule", LONG_RULES)
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_long_sequences(backend: str, rule: str, dtype: torch.dtype) -> None:
+    step = Step(LONG_BATCH, dtype=dtype, backend=backend, rule=LONG_RULES[rule], padding=2, num_blocks=4000)
+    assert_close(step.run(), step.expected())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_broken_stays_in_its_sequence(backend: str, bad: float) -> None:
+    """A decode's and a prefill's history, and another decode's query."""
+    sizes = [(20, 1), (60, 1), (30, 1), (9, 12), (3, 17), (0, 5)]
+    clean = Step(sizes, dtype=torch.float32, backend=backend).run()
+    step = Step(sizes, dtype=torch.float32, backend=backend)
+    metadata = step.builder.build(step.common)
+    step.backend.write(step.cache, step.k, step.v, metadata)
+    K = step.builder.block_size
+    slots = torch.tensor([int(step.common.block_table[s, 0]) * K + 2 for s in (2, 4)])
+    poison = torch.full((2, G, D), bad)
+    write = replace(step.common, query_starts=torch.zeros_like(step.common.query_starts), slots=slots)
+    step.backend.write(step.cache, poison, poison, step.builder.build(write))
+    step.q[1] = bad
+    out = step.backend.attend(step.q, step.cache, metadata, D**-0.5)
+    starts = step.common.query_starts.tolist()
+    for s in range(len(sizes)):
+        own = slice(starts[s], starts[s + 1])
+        assert torch.equal(out[own], clean[own]) == (s in (0, 3, 5))
+        assert bool(out[own].isfinite().all()) == (s in (0, 3, 5))
+
+
+@pytest.mark.parametrize("num_queries", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_beyond_32_bits(backend: str, num_queries: int) -> None:
+    """On memory that is touched in a few blocks only, of which one lies more than 2**31 elements behind the first."""
+    block_size, num_kv_heads, head_size, dtype = 16, 8, 128, torch.bfloat16
+    blocks = [(1 << 17) + 2, 0, (1 << 16) + 1]
+    served = TritonBackend() if backend == "triton" else select_backend(
+        backend, AttentionNeeds(device=CPU, dtype=dtype, head_size=head_size, block_size=block_size)
+    )  # fmt: skip
+    builder = served.make_builder(
+        num_heads=8, num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype, device=CPU
+    )
+    length = 40
+    positions = torch.arange(length)
+
+    def out_of(num_blocks: int, table: list[int]) -> Tensor:
+        draw = torch.Generator().manual_seed(3)
+        cache = torch.empty(served.cache_shape(num_blocks, block_size, num_kv_heads, head_size), dtype=dtype)
+        common = CommonAttentionMetadata(
+            query_starts=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            block_table=torch.tensor([table], dtype=torch.int32),
+            slots=torch.tensor(table)[positions // block_size] * block_size + positions % block_size,
+            num_decodes=0,
+            max_seq_len=length,
+        )
+        k, v = torch.randn(2, length, num_kv_heads, head_size, generator=draw).to(dtype)
+        served.write(cache, k, v, builder.build(common))
+        q = torch.randn(num_queries, 8, head_size, generator=draw).to(dtype)
+        step = replace(
+            common, query_starts=torch.tensor([0, num_queries], dtype=torch.int32),
+            slots=common.slots[length - num_queries :], num_decodes=2 - num_queries,
+        )  # fmt: skip
+        return served.attend(q, cache, builder.build(step), 0.1)
+
+    far = out_of(max(blocks) + 2, blocks)
+    assert max(blocks) * block_size * num_kv_heads * head_size > 1 << 31
+    assert torch.equal(far, out_of(3, [2, 0, 1]))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 16, 17, 33])
@@ -184,8 +264,7 @@ def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype
 def test_nothing_before_the_window_is_read(backend: str, window: int) -> None:
     for batch in BATCHES.values():
         step = Step(batch, dtype=torch.float32, backend=backend, rule={"window": window})
-        out = step.run_without_what_left_the_window()
-        assert (out - step.expected()).abs().max() <= TOLERANCES[torch.float32]
+        assert_close(step.run_without_what_left_the_window(), step.expected())
 
 
 def test_memory_of_windowed_decodes_is_that_of_the_window() -> None:
@@ -211,7 +290,7 @@ def test_padding_is_inert(backend: str, batch: str) -> None:
     out = step.run()
     num_tokens = len(out) - 3
     assert torch.equal(out[num_tokens:], torch.zeros(3, H, D))
-    assert (out - step.expected()).abs().max() <= TOLERANCES[torch.float32]
+    assert_close(out, step.expected())
     written = (step.tokens().nan_to_num(7) != before.nan_to_num(7)).flatten(3).any(3).flatten(1)
     assert written.sum() == 2 * num_tokens
     assert not step.tokens().flatten(1, 2)[:, step.common.slots[:num_tokens]].isnan().any()
@@ -248,10 +327,10 @@ def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "_SHORTEST_BUCKET", 4)
     for expected, batch in zip(whole, BATCHES.values(), strict=True):
         step = Step(batch, dtype=torch.float32)
-        assert (step.run() - expected).abs().max() <= TOLERANCES[torch.float32]
+        assert_close(step.run(), expected)
         for rule in RULES.values():
             step = Step(batch, dtype=torch.float32, rule=rule)
-            assert (step.run() - step.expected()).abs().max() <= TOLERANCES[torch.float32]
+            assert_close(step.run(), step.expected())
 
 
 @pytest.mark.parametrize("sizes", [[(4000, 1)] + [(50, 1)] * 100, [(3000, 1)] * 50])
