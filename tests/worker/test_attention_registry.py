@@ -10,6 +10,7 @@ import torch
 
 from ipc.errors import ConfigError
 from tests.native import INSTRUCTION_SETS, use_instruction_set
+from tests.plugins import write_package
 from tests.tiny import random_llama
 from worker.attention import AttentionNeeds, Capabilities, backend_names, registry, select_backend
 from worker.attention.registry import obstacles
@@ -155,14 +156,9 @@ class Package:
         self.folder = folder
         self.monkeypatch = monkeypatch
 
-    def install(self, entry_points: str, *, preference: int = 0, code: str = PLUGIN) -> None:
+    def install(self, entry_points: str, *, preference: int = 0) -> None:
         module = f"brigade_plugin_{abs(hash(self.folder))}"
-        (self.folder / f"{module}.py").write_text(code.format(preference=preference))
-        info = self.folder / "plugin-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-        lines = entry_points.replace("MODULE", module)
-        (info / "entry_points.txt").write_text(f"[brigade.attention_backends]\n{lines}\n")
+        write_package(self.folder, module, PLUGIN.format(preference=preference), entry_points.replace("MODULE", module))
         self.monkeypatch.syspath_prepend(self.folder)
 
 

@@ -4,7 +4,6 @@ The core's own scheduler drives the stages, so prompts come in chunks beside dec
 again, and so are rows and prefixes.
 """
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,22 +12,14 @@ import pytest
 import torch
 
 from engine.kv_spec import most_blocks, spec_of
-from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerConfig
-from ipc.params import SamplingParams
 from tests.families import FAMILIES, WINDOW, random_family
-from tests.native import INSTRUCTION_SETS
 from tests.oracle import LOGPROB_TOLERANCE, Greedy, Oracle, check_greedy
-from tests.worker.pipeline import Pipeline
+from tests.worker.scheduled import BACKENDS, Engine, prompt_of
 from worker.kv_groups import kv_groups
 from worker.model_config import read_model_config
 
 NEW = [family for family in FAMILIES if family != "llama"]
-BACKENDS = [
-    "torch",
-    pytest.param("cpu", marks=pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")),
-]
-NUM_BLOCKS, MAX_MODEL_LEN, MAX_TOKENS = 96, 256, 24
+MAX_TOKENS = 24
 
 
 class Models:
@@ -56,56 +47,6 @@ class Models:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("families"))
-
-
-class Engine:
-    """Scheduler and stages in this process."""
-
-    def __init__(
-        self, path: Path, num_stages: int = 1, *, num_blocks: int = NUM_BLOCKS, max_num_seqs: int = 4, budget: int = 32,
-        max_model_len: int = MAX_MODEL_LEN, **changes: object,
-    ) -> None:  # fmt: skip
-        config = read_model_config(str(path))
-        groups = kv_groups(config, range(config.num_layers))
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                num_stages=num_stages, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
-                max_model_len=max_model_len, block_size=16, num_blocks=num_blocks, eos_token_ids=frozenset(),
-                kv_groups=tuple(map(spec_of, groups)),
-            ),
-            core_id=7, epoch=3,
-        )  # fmt: skip
-        self.pipeline = Pipeline(
-            path, num_stages, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **changes
-        )
-        self.num_requests = 0
-
-    def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[list[int], list[float]]]:
-        """Ids and their log probabilities; as many steps in flight as the engine allows."""
-        requests = [self._request(prompt, num_tokens) for prompt in prompts]
-        logprobs: dict[int, list[float]] = {request.internal_id: [] for request in requests}
-        in_flight = []
-        while self.scheduler.has_unfinished():
-            while (plan := self.scheduler.schedule()) is not None:
-                in_flight.append(plan)
-            for progress in self.scheduler.update(self.pipeline.run(in_flight.pop(0))):
-                if progress.logprobs is not None:
-                    logprobs[progress.request.internal_id] += progress.logprobs.logprobs.tolist()
-        return [(list(request.output_token_ids), logprobs[request.internal_id]) for request in requests]
-
-    def _request(self, prompt: Sequence[int], num_tokens: int) -> Request:
-        request = Request(
-            request_id=str(self.num_requests), internal_id=self.num_requests, client=b"c",
-            prompt_token_ids=np.asarray(prompt, np.int32),
-            params=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0, logprobs=0),
-        )  # fmt: skip
-        self.num_requests += 1
-        self.scheduler.add(request)
-        return request
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(1000 * seed + length).choices(range(3, 512), k=length)
 
 
 def check(models: Models, path: Path, engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> None:
@@ -199,7 +140,7 @@ def test_log_probabilities_of_a_prompt(models: Models, family: str, backend: str
     path, oracle = models.get(family)
     tokens = prompt_of(60)
     expected = oracle.logprobs(tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    found = _prompt_logprobs(Engine(path, 2, attention_backend=backend), tokens)
+    found = Engine(path, 2, attention_backend=backend).prompt_logprobs(tokens)
     assert (found - expected).abs().max() <= 1e-4
 
 
@@ -210,22 +151,6 @@ def test_bfloat16_stays_near(models: Models, family: str) -> None:
     tokens = prompt_of(60)
     exact = oracle.logprobs(tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     theirs = Oracle.of(path, torch.bfloat16).logprobs(tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    ours = _prompt_logprobs(Engine(path, 2, dtype="bfloat16"), tokens)
+    ours = Engine(path, 2, dtype="bfloat16").prompt_logprobs(tokens)
     their_error, our_error = ((values - exact).square().mean().sqrt().item() for values in (theirs, ours))
     assert 0 < our_error <= 1.3 * their_error
-
-
-def _prompt_logprobs(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    request = Request(
-        request_id="p", internal_id=99, client=b"c", prompt_token_ids=np.asarray(tokens, np.int32),
-        params=SamplingParams(temperature=0.0, max_tokens=1, seed=0, prompt_logprobs=0),
-    )  # fmt: skip
-    engine.scheduler.add(request)
-    found: list[float] = []
-    while engine.scheduler.has_unfinished():
-        plan = engine.scheduler.schedule()
-        assert plan is not None
-        for progress in engine.scheduler.update(engine.pipeline.run(plan)):
-            if progress.prompt_logprobs is not None:
-                found += progress.prompt_logprobs.logprobs.tolist()
-    return torch.tensor(found)
