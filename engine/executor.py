@@ -99,9 +99,20 @@ class _Member:
     started_at: int | None
     """Start time of a process on this host: with its pid, its identity."""
     loaded: WorkerLoaded | None = None
-    is_ready: bool = False
+    steps_identity: bytes | None = None
+    """Of the socket on which the rank waits for steps: the one that its WorkerReady came from; None before that."""
     report: StageReport | None = None
     report_before: StageReport | None = None
+
+    def may_say(self, message: object, identity: bytes) -> bool:
+        """Whether this comes from the rank's socket for such messages; that of steps is known from the first one on."""
+        match message:
+            case WorkerReady():
+                return self.steps_identity in (None, identity)
+            case ModelRunnerOutput():
+                return self.steps_identity == identity
+            case _:
+                return self.identity == identity
 
 
 class Executor:
@@ -180,13 +191,19 @@ class Executor:
 
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
-        return self._broadcast(encode(plan))
+        frames = encode(plan)
+        for rank, member in self._members.items():
+            assert member.steps_identity is not None, "every rank is ready"
+            if not try_send(self._socket, [member.steps_identity, *frames]):
+                return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
+        return []
 
     def shut_down(self, reason: str, *, exit_code: int = 0) -> None:
-        """Ask every rank that was heard of to end with this exit code."""
+        """Ask every rank that was heard of to end with this exit code: behind the steps that it was sent, or at a deadline."""
+        frames = encode(Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason, exit_code=exit_code))
         for member in self._members.values():
-            message = Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason, exit_code=exit_code)
-            try_send(self._socket, [member.identity, *encode(message)])
+            for identity in {member.identity, member.steps_identity} - {None}:
+                try_send(self._socket, [identity, *frames])
 
     def missing_ranks(self) -> list[int]:
         """Ranks that the current phase still waits for."""
@@ -231,7 +248,7 @@ class Executor:
     def _on_epoch_message(self, identity: bytes, message: MessageOfEpoch) -> list[Event]:
         rank = self._config.num_stages - 1 if isinstance(message, ModelRunnerOutput) else message.rank
         member = self._members.get(rank)
-        if member is None or member.identity != identity:
+        if member is None or not member.may_say(message, identity):
             self.num_dropped += 1
             return []
         member.heard_at = self._clock()
@@ -244,7 +261,7 @@ class Executor:
                 member.loaded = message
                 return self._configure() if not self.missing_ranks() else []
             case WorkerReady() if self.phase is Phase.WARMING:
-                member.is_ready = True
+                member.steps_identity = identity
                 return self._become_ready() if not self.missing_ranks() else []
             case TimelineReport():
                 return [message]
@@ -282,7 +299,7 @@ class Executor:
         member = self._members.get(rank)
         if member is None or self.phase is Phase.GATHERING:
             return member is not None
-        return member.loaded is not None if self.phase is Phase.LOADING else member.is_ready
+        return member.loaded is not None if self.phase is Phase.LOADING else member.steps_identity is not None
 
     def _start_epoch(self) -> list[Event]:
         self.epoch += 1

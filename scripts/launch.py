@@ -26,6 +26,11 @@ GRACE_S = 15.0
 """Beyond the drain timeout, before what is left is killed."""
 
 CORE_END_S = 5.0
+
+HEAP_IN_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
+"""Weights stream through the caches between any two steps, so that what a step touches of the heap, in ranks and core, is
+looked up in page tables that are gone from them too: large pages need few entries."""
+
 AGENT_POLL_S = 0.5
 MAX_CAUSES = 5
 
@@ -140,7 +145,8 @@ class Launcher:
     def _agent_environment(self) -> dict[str, str]:
         """Nothing listens beyond loopback: no shared TCP store, gloo and NCCL on the loopback interface."""
         chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **child_environment(), **chosen}
+        loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {**loopback, **HEAP_IN_LARGE_PAGES, **child_environment(), **chosen}
 
 
 def _say(text: str) -> None:

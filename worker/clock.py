@@ -15,6 +15,8 @@ class StageClock(Recorder):
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, *, capacity: int = MAX_SPANS) -> None:
         super().__init__(clock=clock, capacity=capacity)
         self.num_steps = 0
+        self.num_ahead = 0
+        """Steps that were there when the newest one began."""
 
     waiting = Recorder.during
     """Count the time inside a ``with`` block for this cause; behind it the stage does again what it did before."""

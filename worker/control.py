@@ -1,7 +1,7 @@
 """How does a rank stay in touch with its core while it computes, and who may end it?
 
-The control thread owns the socket to the core. It turns the core's messages into items of ``inbox``, sends what the
-main thread posts, reports once a second, and is the only one that ends the process from outside the main thread: on
+The control thread owns a socket to the core. It turns the core's messages into items of ``inbox`` (steps have a channel of
+their own, see step_channel.py), sends what the main thread posts, reports once a second, and is the only one that ends the process from outside the main thread: on
 a signal, when the core or the agent is gone, when another epoch begins, or when a shutdown takes too long. The main
 thread may be blocked in a transport meanwhile, where neither Python signal handlers nor exceptions would reach it.
 """
@@ -23,7 +23,6 @@ from ipc.messages import (
     EpochStart,
     Heartbeat,
     KVCacheConfig,
-    SchedulerOutput,
     Shutdown,
     StageReport,
     TimelineReport,
@@ -38,9 +37,9 @@ from worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-FROM_CORE = (SchedulerOutput, Heartbeat, EpochStart, KVCacheConfig, Shutdown, TimelineRequest)
+FROM_CORE = (Heartbeat, EpochStart, KVCacheConfig, Shutdown, TimelineRequest)
 
-Item = EpochStart | KVCacheConfig | SchedulerOutput | Shutdown
+Item = EpochStart | KVCacheConfig | Shutdown
 
 TICK_S = 1.0
 """A hello or a report goes out this often."""
@@ -194,7 +193,7 @@ class ControlThread(threading.Thread):
             plan_wait_s=waits[PLAN],
             receive_wait_s=waits[LINK],
             token_wait_s=waits[TOKENS],
-            queue_depth=self.inbox.qsize(),
+            queue_depth=self._clock.num_ahead,
             resident_bytes=resident_bytes(),
             send_wait_s=waits[ROOM],
         )

@@ -52,13 +52,14 @@ class TokenInbox:
         Raises PeerLost when they don't come in time, or one before them is missing.
         """
         deadline = time.monotonic() + timeout_s
-        while self._next_step <= step_id:
+        while True:
+            # What nobody needs yet is taken all the same: it must not pile up in the socket.
+            while (frames := receive_now(self._socket)) is not None:
+                self._take(frames, accept, peer)
+            if self._next_step > step_id:
+                return
             if not self._socket.poll(max(1, int(1000 * (deadline - time.monotonic())))):
                 raise PeerLost(f"rank 0, step {step_id}: rank {peer} sent no sampled tokens within {timeout_s:g} s")
-            self._take(self._socket.recv_multipart(zmq.NOBLOCK), accept, peer)
-        # What nobody needs yet is taken all the same: it must not pile up in the socket.
-        while (frames := receive_now(self._socket)) is not None:
-            self._take(frames, accept, peer)
 
     def close(self) -> None:
         """Close the socket and delete its file."""

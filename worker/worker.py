@@ -2,12 +2,10 @@
 
 import logging
 import os
-import queue
 import secrets
 import time
 import traceback
 import warnings
-from collections import deque
 from typing import TypeVar
 
 import zmq
@@ -18,15 +16,15 @@ from ipc.logs import set_up_logging
 from ipc.messages import (
     EpochStart,
     KVCacheConfig,
-    SchedulerOutput,
     Shutdown,
     WorkerHello,
     WorkerLoaded,
     WorkerReady,
 )
 from ipc.promptness import prompt_threads
+from ipc.spans import NO_STEP, Kind
 from worker.clock import PLAN, StageClock
-from worker.control import ControlThread, Item
+from worker.control import ControlThread
 from worker.device import choose_num_threads, device_identity
 from worker.lifeline import die_with_parent
 from worker.links.opening import Links, Meeting, meet, open_links
@@ -36,6 +34,7 @@ from worker.settings import WorkerSettings
 from worker.shortage import shortage
 from worker.stage import Stage
 from worker.startup import LoadedStage, load_stage, make_caches
+from worker.step_channel import ShutdownRequested, StepChannel
 from worker.step_memory import measure_step_bytes
 from worker.threads import StepThreads
 from worker.token_return import TokenInbox, TokenOutbox
@@ -52,7 +51,7 @@ MAX_FRAMES = 6
 LINGER_MS = 1000
 """What the last messages get to leave."""
 
-Expected = TypeVar("Expected", EpochStart, KVCacheConfig, SchedulerOutput)
+Expected = TypeVar("Expected", EpochStart, KVCacheConfig)
 
 
 def run_worker(settings: WorkerSettings) -> int:
@@ -107,7 +106,7 @@ def _start_control(
 
 def _run(worker: "Worker", control: ControlThread) -> int:
     try:
-        worker.run()
+        return worker.run()
     except ConfigError as error:
         control.fail(str(error), fatal=True)
         raise
@@ -128,7 +127,6 @@ def _run(worker: "Worker", control: ControlThread) -> int:
             raise failure from None
         control.fail(f"{type(error).__name__}: {error}", fatal=False)
         return 1
-    return control.shutdown_code
 
 
 def _start_failure(error: Exception) -> ConfigError:
@@ -163,12 +161,8 @@ def _quieten_libraries() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
 
 
-class _ShutdownRequested(Exception):  # noqa: N818
-    """The core asked this rank to end."""
-
-
 class Worker:
-    """One rank's main thread: takes what the core says from the control thread, in order."""
+    """One rank's main thread: joins an epoch by way of the control thread, then takes steps from a channel of its own."""
 
     def __init__(
         self,
@@ -187,33 +181,34 @@ class Worker:
         self._token_inbox = token_inbox
         self.is_ready = False
         """Whether the core was told that steps may come."""
-        self._ahead: deque[Item] = deque()
-        """Taken from the control thread's inbox, not yet worked on."""
 
-    def run(self) -> None:
-        """Until the core says Shutdown. Raises ConfigError, PeerLost, ProtocolError."""
+    def run(self) -> int:
+        """Until the core says Shutdown; the exit code that it asks for. Raises ConfigError, PeerLost, ProtocolError."""
         try:
             start = self._next(EpochStart)
             meeting = meet(self._settings, self._topology, start) if self._topology.num_stages > 1 else None
             store = None if meeting is None else meeting.store
             loaded = load_stage(self._settings, self._topology, store=store, ranks_on_host=start.ranks_on_host)
             self._report_loaded(start, loaded)
-            stage = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, meeting)
-        except _ShutdownRequested:
-            return
+            stage, channel = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, meeting)
+        except ShutdownRequested as shutdown:
+            return shutdown.exit_code
         try:
             while True:
-                self._step(stage)
-        except _ShutdownRequested:
+                self._step(stage, channel)
+        except ShutdownRequested as shutdown:
             stage.flush(FLUSH_S)
+            return shutdown.exit_code
 
-    def _step(self, stage: Stage) -> None:
-        plan = self._next(SchedulerOutput)
-        self._take_waiting()
-        upcoming = [item for item in self._ahead if isinstance(item, SchedulerOutput)]
+    def _step(self, stage: Stage, channel: StepChannel) -> None:
+        self._clock.doing(PLAN, NO_STEP)
+        plan = channel.next_plan()
+        self._clock.doing(Kind.PREPARE, plan.step_id)
+        upcoming = channel.take_waiting()
+        self._clock.num_ahead = len(upcoming)
         output = stage.run_step(plan, upcoming)
         if output is not None:
-            self._control.post(output)
+            channel.send(output)
         self._clock.num_steps += 1
 
     # ------------------------------------------------------------------------------------------ start
@@ -236,8 +231,8 @@ class Worker:
 
     def _initialize_from_config(
         self, kv: KVCacheConfig, start: EpochStart, loaded: LoadedStage, meeting: Meeting | None
-    ) -> Stage:
-        """Make the cache tensors and the links, use everything once, and report ready."""
+    ) -> tuple[Stage, StepChannel]:
+        """Make the cache tensors and the links, use everything once, and report ready on the channel for steps."""
         settings, started = self._settings, time.monotonic()
         caches = make_caches(settings, loaded, kv)
         with memory_for("--max-num-seqs", f"the state of {settings.max_num_seqs} sequences", "give fewer"):
@@ -259,11 +254,19 @@ class Worker:
         kv_bytes = kv.num_blocks * loaded.bytes_per_block
         warmup_s = time.monotonic() - started
         logger.info("KV cache: %d blocks, %.1f MB; warm after %.1f s", kv.num_blocks, kv_bytes / 1e6, warmup_s)
-        self._control.post(WorkerReady(
+        with prompt_threads():
+            channel = StepChannel(
+                self._context,
+                settings.core_address,
+                core_id=start.core_id,
+                epoch=start.epoch,
+                timeout_s=settings.link_timeout_s,
+            )
+        channel.send(WorkerReady(
             core_id=start.core_id, epoch=start.epoch, rank=settings.rank, kv_bytes=kv_bytes, warmup_s=warmup_s
         ))
         self.is_ready = True
-        return stage
+        return stage, channel
 
     def _connect(
         self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage, meeting: Meeting | None
@@ -296,19 +299,10 @@ class Worker:
 
     def _next(self, kind: type[Expected]) -> Expected:
         """The next item, which must be of this kind; waits for it at no cost, supervised by the control thread."""
-        if not self._ahead:
-            with self._clock.waiting(PLAN):
-                self._ahead.append(self._control.inbox.get())
-        item = self._ahead.popleft()
+        with self._clock.waiting(PLAN):
+            item = self._control.inbox.get()
         if isinstance(item, Shutdown):
-            raise _ShutdownRequested
+            raise ShutdownRequested(exit_code=item.exit_code)
         if not isinstance(item, kind):
             raise ProtocolError(type(item).__name__, f"came while {kind.__name__} was awaited")
         return item
-
-    def _take_waiting(self) -> None:
-        while True:
-            try:
-                self._ahead.append(self._control.inbox.get_nowait())
-            except queue.Empty:
-                return

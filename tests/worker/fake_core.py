@@ -47,6 +47,8 @@ class FakeCore:
         self.router.bind(f"ipc://{self.run_dir}/workers")
         self.ranks: list[subprocess.Popen] = []
         self.identities: dict[int, bytes] = {}
+        self.step_identities: dict[int, bytes] = {}
+        """Of the sockets on which ranks wait for steps."""
         self.hellos: dict[int, WorkerHello] = {}
         self.reports: dict[int, StageReport] = {}
         self.settings_of_rank: dict[int, dict] = {}
@@ -68,7 +70,14 @@ class FakeCore:
             self.ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
 
     def send(self, rank: int, message: object) -> None:
-        self.router.send_multipart([self.identities[rank], *encode(message)])
+        """On the rank's socket for such messages."""
+        identities = [self.identities[rank]]
+        if isinstance(message, SchedulerOutput):
+            identities = [self.step_identities[rank]]
+        elif isinstance(message, Shutdown) and rank in self.step_identities:
+            identities.append(self.step_identities[rank])
+        for identity in identities:
+            self.router.send_multipart([identity, *encode(message)])
 
     def broadcast(self, message: object) -> None:
         for rank in range(self.num_ranks):
@@ -98,12 +107,15 @@ class FakeCore:
         message = decode(frames, FROM_RANK)
         if isinstance(message, WorkerHello):
             self.hellos[message.rank], self.identities[message.rank] = message, identity
+        if isinstance(message, WorkerReady):
+            self.step_identities[message.rank] = identity
         if isinstance(message, StageReport):
             self.reports[message.rank] = message
             if self.answers_reports:
                 self.send(message.rank, Heartbeat(core_id=message.core_id, epoch=message.epoch))
             return
-        sender = next((rank for rank, known in self.identities.items() if known == identity), None)
+        known = (*self.identities.items(), *self.step_identities.items())
+        sender = next((rank for rank, of_rank in known if of_rank == identity), None)
         self._seen.append((sender, message))
 
     def epoch_start(self, rank: int, *, epoch: int = EPOCH, core_id: int = CORE_ID, core_pid: int = 0) -> EpochStart:
