@@ -425,7 +425,7 @@ class EngineCore:
         self._send_output(request, RequestProgress(request=request, new_token_ids=[]), finish_reason=reason)
 
     def _report(self, progress: RequestProgress) -> None:
-        if (progress.request.client, progress.request.request_id) not in self._requests:
+        if progress.request.is_closed:
             return
         if progress.error is not None:
             self._fail(progress.request, progress.error)
@@ -459,6 +459,7 @@ class EngineCore:
 
     def _close(self, request: Request) -> None:
         """From here on it gets no more messages."""
+        request.is_closed = True
         del self._requests[request.client, request.request_id]
         self._deadlines.discard(request)
 

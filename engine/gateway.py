@@ -107,7 +107,9 @@ class Gateway:
 
     def update(self, request: Request, new_token_ids: list[int]) -> None:
         """Tell of tokens, together with others of the same step: at the next ``send_updates``."""
-        updates = self._updates.setdefault(request.client, _Updates())
+        updates = self._updates.get(request.client)
+        if updates is None:
+            updates = self._updates[request.client] = _Updates()
         updates.request_ids.append(request.request_id)
         updates.counts.append(len(new_token_ids))
         updates.token_ids += new_token_ids

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ NEVER = sys.maxsize
 """A number of tokens that no sequence reaches."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientId:
+class ClientId(NamedTuple):
     """Who asked: a listening socket of the core, and the identity that ZeroMQ gave the peer there."""
 
     listener: int
@@ -89,6 +89,8 @@ class Request:
     """Newest step of this life that names the row."""
     sampled_by_step: int = 0
     """Step that samples the newest token; 0 when workers are told that token with the request."""
+    is_closed: bool = False
+    """The client has had its final message, or is gone."""
     is_introduced: bool = False
     """The client has had a RequestOutput for it, from this core."""
     num_prompt_logprobs_told: int = 1

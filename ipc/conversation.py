@@ -3,7 +3,7 @@
 import math
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,14 @@ class ToldOutputs:
         ):
             start, end = end, end + count
             if (latest := self._latest.get(request_id)) is not None:
-                yield replace(
-                    latest, new_token_ids=updates.token_ids[start:end], num_output_tokens=total, logprobs=None,
-                    prompt_logprobs=None,
+                yield RequestOutput(
+                    core_id=latest.core_id,
+                    request_id=request_id,
+                    new_token_ids=updates.token_ids[start:end],
+                    num_prompt_tokens=latest.num_prompt_tokens,
+                    num_output_tokens=total,
+                    seed=latest.seed,
+                    num_cached_tokens=latest.num_cached_tokens,
                 )
 
 
