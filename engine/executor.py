@@ -202,8 +202,9 @@ class Executor:
         """Ask every rank that was heard of to end with this exit code: behind the steps that it was sent, or at a deadline."""
         frames = encode(Shutdown(core_id=self._core_id, epoch=self.epoch, reason=reason, exit_code=exit_code))
         for member in self._members.values():
-            for identity in {member.identity, member.steps_identity} - {None}:
-                try_send(self._socket, [identity, *frames])
+            try_send(self._socket, [member.identity, *frames])
+            if member.steps_identity not in (None, member.identity):
+                try_send(self._socket, [member.steps_identity, *frames])
 
     def missing_ranks(self) -> list[int]:
         """Ranks that the current phase still waits for."""

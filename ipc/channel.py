@@ -67,7 +67,8 @@ def send_within(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], timeout_s:
 def receive_now(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
     """The next message's frames, or None when none is waiting."""
     # Asking is a tenth of the price of an exception, and most often there is nothing more.
-    return socket.recv_multipart(zmq.NOBLOCK) if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else None
+    has_message = int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+    return socket.recv_multipart(zmq.NOBLOCK) if has_message else None
 
 
 def receive_within(socket: "zmq.Socket[bytes]", timeout_s: float, peer: str) -> list[bytes]:
