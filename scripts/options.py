@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ipc.logs import LEVELS
+from worker.graphs.modes import MODE_NAMES
 from worker.settings import ATTENTION_BACKENDS, TRANSPORTS
 
 MAX_BYTES = 1 << 60
@@ -53,6 +54,22 @@ class Seconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         if not self._least <= seconds <= MAX_SECONDS:
             self.fail(f"{value} must be between {self._least:g} and {MAX_SECONDS:g} seconds", param, ctx)
         return seconds
+
+
+class Sizes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Whole numbers with commas between them: 1,2,4,8. Which of them make sense is not known here."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers as they stand; fails with a usage error."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")] if value.strip() else []
+        for word in words:
+            if not re.fullmatch(r"[+-]?\d{1,9}", word, re.ASCII):
+                self.fail(f"{word!r:.80} is not a number of tokens; give sizes such as 1,2,4,8", param, ctx)
+        return tuple(map(int, words))
 
 
 class GroupedCommand(click.Command):
@@ -110,6 +127,12 @@ SERVE_OPTIONS = (
     _option(_MODEL, "--attention-backend", default="auto", metavar="NAME",
             help=f"Attention implementation: auto takes the best that fits; {', '.join(ATTENTION_BACKENDS)}, or one "
             "registered by an installed package, insists on it."),
+    _option(_MODEL, "--cudagraph-mode", type=click.Choice(MODE_NAMES, case_sensitive=False), default="auto",
+            help="What of which steps is captured once and replayed; auto takes full_and_piecewise on a GPU and none on a "
+            "CPU. A mode that the attention backend can't serve is lowered."),
+    _option(_MODEL, "--cudagraph-capture-sizes", type=Sizes(), default=None, metavar="N,N,…",
+            help="Tokens that captured steps have; others are padded to the next size, larger ones run eagerly.  "
+            "[default: 1, 2, 4, multiples of 8, from 256 on of 16, up to twice --max-num-seqs but at most 512]"),
     _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
     _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=None,

@@ -28,6 +28,7 @@ from ipc.logs import set_up_logging
 from scripts.core_process import ensure_core
 from scripts.ending import SignalWatch, end_everything
 from scripts.options import DEFAULT_MAX_NUM_SEQS, GroupedCommand, serve_options
+from worker.graphs.modes import SIZES_FLAG, put_right
 from worker.model_config import ModelConfig, read_model_config
 from worker.partition import split_layers
 from worker.settings import WorkerSettings
@@ -63,6 +64,7 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
     _check_shape(place, options)
     config = read_model_config(options["model"])
     split_layers(config.num_layers, place.world_size, options["pipeline_partition"])
+    capture_sizes = _capture_sizes(options, tells=place.rank == 0)
     directory = RunDirectory.of_agent(agent_pid)
     advertise_host = None
     if place.num_agents > 1:
@@ -101,6 +103,8 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
         num_kv_blocks=options["num_kv_blocks"],
         kv_cache_memory=options["kv_cache_memory"],
         attention_backend=options["attention_backend"],
+        cudagraph_mode=options["cudagraph_mode"],
+        cudagraph_capture_sizes=capture_sizes,
         num_threads=threads_set_by_user(agent_pid),
         transport=options["transport"],
         link_timeout_s=options["link_timeout"],
@@ -119,6 +123,16 @@ def _max_num_seqs(options: dict[str, Any]) -> int:
     """By default no more than fit into a step."""
     chosen: int | None = options["max_num_seqs"]
     return min(DEFAULT_MAX_NUM_SEQS, options["max_num_batched_tokens"]) if chosen is None else chosen
+
+
+def _capture_sizes(options: dict[str, Any], *, tells: bool) -> tuple[int, ...] | None:
+    asked: tuple[int, ...] | None = options["cudagraph_capture_sizes"]
+    if asked is None:
+        return None
+    sizes, notes = put_right(asked, max_num_batched_tokens=options["max_num_batched_tokens"])
+    if notes and tells:
+        logger.warning("%s: %s", SIZES_FLAG, "; ".join(notes))
+    return sizes
 
 
 def _check_shape(place: TorchrunEnvironment, options: dict[str, Any]) -> None:

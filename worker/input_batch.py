@@ -12,6 +12,7 @@ from ipc.errors import ProtocolError
 from ipc.messages import SchedulerOutput
 from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
+from worker.graphs.stage_graphs import PaddedStep
 from worker.request_states import NO_LOGPROBS, RequestStates, Span
 from worker.sampler import Filters, SamplingBatch
 from worker.transfer import to_device
@@ -70,17 +71,24 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EagerStep:
+    """A step's inputs as they are, for a forward pass that no graph serves."""
+
+    positions: Tensor
+    """[T] int64."""
+
+    metadata: tuple[Any, ...]
+    """For each layer of the stage, from the attention backend's builder; empty when there are no tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
     """One step, ready to be computed; tensors of the model are on its device. Valid for this step alone."""
 
     plan: SchedulerOutput
     tokens: StepTokens
     num_tokens: int
-    positions: Tensor
-    """[T] int64."""
-
-    metadata: tuple[Any, ...]
-    """For each layer of the stage, from the attention backend's builder; empty when there are no tokens."""
+    forward: EagerStep | PaddedStep
 
     sampling: SamplingRows | None
     """Last stage only, and None when no row samples."""

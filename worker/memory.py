@@ -39,11 +39,16 @@ def memory_for(field: str, what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text
-        if not is_memory:
+        if not is_out_of_memory(error):
             raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(field, f"no memory for {what} ({text}); {remedy}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether that was why an allocation failed; torch has no type for it on a CPU."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in first_line
 
 
 def _available(root: Path) -> int:

@@ -1,18 +1,25 @@
 """How does a rank turn a plan into activations, or into tokens?"""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ipc.errors import ProtocolError
 from ipc.messages import ModelRunnerOutput, SchedulerOutput
-from worker.attention import AttentionBackend
+from worker.attention import AttentionBackend, CommonAttentionMetadata
 from worker.block_table import BlockTable
 from worker.bookkeeping import prompt_logprobs, sampled_logprobs
+from worker.graphs.dispatcher import Dispatch
+from worker.graphs.graph import GraphPool
+from worker.graphs.stage_graphs import PaddedStep, StageGraphs
 from worker.input_batch import (
+    EagerStep,
     InputBatch,
     StepTokens,
     attention_inputs,
@@ -69,6 +76,7 @@ class ModelRunner:
         self._vocab_size = config.vocab_size
         self._is_first = is_first
         self._is_last = is_last
+        self._max_model_len = max_model_len
         self._states = RequestStates(num_rows, max_model_len, is_first=is_first, is_last=is_last)
         self._tables = [BlockTable(num_rows, max_model_len, block_size) for _ in caches.windows]
         self._builders = [
@@ -83,11 +91,40 @@ class ModelRunner:
             )
             for window in caches.windows
         ]
+        self._graphs: StageGraphs | None = None
 
     @property
     def num_groups(self) -> int:
         """KV groups of the model; a plan has the blocks of all of them."""
         return len(self._tables)
+
+    def capture_graphs(
+        self,
+        shapes: Sequence[Dispatch],
+        *,
+        receive_buffers: Sequence[Tensor],
+        pool: GraphPool,
+        progress: Callable[[int, int], None],
+    ) -> int:
+        """Serve steps of these shapes, largest first, by graphs from now on, as far as there is memory for them.
+
+        ``receive_buffers``: all that activations may be received into, [max tokens, C] each; none on the first stage.
+        Returns how many forward passes were captured. Writes to no slot of the cache.
+        """
+        graphs = StageGraphs(
+            self._model,
+            self._caches,
+            self._builders,
+            shapes,
+            receive_buffers=receive_buffers,
+            is_last=self._is_last,
+            device=self._device,
+            max_model_len=self._max_model_len,
+            pool=pool,
+        )
+        graphs.capture(progress)
+        self._graphs = graphs if graphs.num_graphs else None
+        return graphs.num_graphs
 
     def prepare(self, plan: SchedulerOutput) -> InputBatch:
         """Apply the plan's diff to the rows, and build from them all of the step's inputs but its token ids.
@@ -110,8 +147,7 @@ class ModelRunner:
             plan=plan,
             tokens=step,
             num_tokens=len(step.positions),
-            positions=to_device(torch.from_numpy(step.positions), self._device),
-            metadata=self._metadata(step) if len(rows) else (),
+            forward=self._forward_inputs(step),
             sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
             prompt_slices=prompt_slices(self._states, step) if self._is_last else (),
         )
@@ -138,13 +174,27 @@ class ModelRunner:
         if len(of_groups) != self.num_groups:
             raise ProtocolError(field, f"has {len(of_groups)} KV groups, this model has {self.num_groups}")
 
+    def _forward_inputs(self, step: StepTokens) -> EagerStep | PaddedStep:
+        num_seqs = len(step.rows)
+        if self._graphs is not None and num_seqs:
+            padded = self._graphs.prepare(step.positions, num_seqs, partial(self._attention_inputs, step))
+            if padded is not None:
+                return padded
+        return EagerStep(
+            positions=to_device(torch.from_numpy(step.positions), self._device),
+            metadata=self._metadata(step) if num_seqs else (),
+        )
+
     def _metadata(self, step: StepTokens) -> tuple[Any, ...]:
         """For each layer of the stage that of its group."""
         of_group = {
-            group: self._builders[group].build(attention_inputs(self._tables[group], step))
+            group: self._builders[group].build(self._attention_inputs(step, group))
             for group in set(self._caches.group_of_layer)
         }
         return tuple(of_group[group] for group in self._caches.group_of_layer)
+
+    def _attention_inputs(self, step: StepTokens, group: int) -> CommonAttentionMetadata:
+        return attention_inputs(self._tables[group], step)
 
     @torch.inference_mode()
     def execute_model(self, batch: InputBatch, received: Tensor | None) -> StepResult:
@@ -155,15 +205,32 @@ class ModelRunner:
         """
         if not batch.num_tokens:
             return StepResult(hidden=torch.empty(0, self._hidden_size, dtype=self._dtype), logits=None)
-        if self._is_first:
-            token_ids = torch.from_numpy(gather_token_ids(self._states, batch.tokens))
-            hidden = self._model.embed(to_device(token_ids, self._device))
+        token_ids = gather_token_ids(self._states, batch.tokens) if self._is_first else None
+        if isinstance(batch.forward, PaddedStep):
+            assert self._graphs is not None, "prepared by graphs"
+            padded, all_logits = self._graphs.replay(batch.forward, token_ids, received)
+            hidden = padded[: batch.num_tokens]
+        else:
+            hidden, all_logits = self._run_eagerly(batch.forward, token_ids, received), None
+        return StepResult(hidden=hidden, logits=self._logits(batch, hidden, all_logits))
+
+    def _run_eagerly(self, step: EagerStep, token_ids: NDArray[np.int64] | None, received: Tensor | None) -> Tensor:
+        if token_ids is not None:
+            hidden = self._model.embed(to_device(torch.from_numpy(token_ids), self._device))
         else:
             assert received is not None, "a stage behind the first one needs activations"
             hidden = received.to(self._device, non_blocking=True)
-        hidden = self._model(hidden, batch.positions, self._caches.tensors, batch.metadata)
-        logits = None if batch.sampling is None else self._model.logits(hidden[batch.sampling.hidden_index])
-        return StepResult(hidden=hidden, logits=logits)
+        outcome: Tensor = self._model(hidden, step.positions, self._caches.tensors, step.metadata)
+        return outcome
+
+    def _logits(self, batch: InputBatch, hidden: Tensor, all_logits: Tensor | None) -> Tensor | None:
+        """Of the rows that sample. ``all_logits``: of every token, if they were computed with it."""
+        if batch.sampling is None:
+            return None
+        index = batch.sampling.hidden_index
+        if all_logits is None:
+            return self._model.logits(hidden[index])
+        return all_logits[: batch.num_tokens] if len(index) == batch.num_tokens else all_logits[index]
 
     @torch.inference_mode()
     def sample_tokens(self, batch: InputBatch, result: StepResult) -> ModelRunnerOutput:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ipc.errors import ConfigError
+from worker.graphs.modes import MODE_FLAG, MODE_NAMES
 from worker.model_config import ModelConfig
 
 TRANSPORTS = ("auto", "gloo", "staged", "nccl")
@@ -54,6 +55,13 @@ class WorkerSettings:
     """Bytes of KV cache per stage. These three as given by flags; the partition heeds them."""
 
     attention_backend: str = "auto"
+
+    cudagraph_mode: str = "auto"
+    """One of MODE_NAMES."""
+
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Tokens, ascending and within ``max_num_batched_tokens``; None: by rule."""
+
     num_threads: int | None = None
     """Threads for computing; None: this rank's share of the cores."""
 
@@ -83,6 +91,8 @@ class WorkerSettings:
             raise ConfigError("num_threads", f"must be at least 1, got {self.num_threads}")
         if self.transport not in TRANSPORTS:
             raise ConfigError("--transport", f"{self.transport!r:.80} must be one of {', '.join(TRANSPORTS)}")
+        if self.cudagraph_mode not in MODE_NAMES:
+            raise ConfigError(MODE_FLAG, f"{self.cudagraph_mode!r:.80} must be one of {', '.join(MODE_NAMES)}")
         for name in ("link_timeout_s", "health_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be above 0, got {getattr(self, name)}")

@@ -1,6 +1,6 @@
 """What happens on a rank in one step, from the plan to what is handed on?"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -9,6 +9,8 @@ from ipc.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, S
 from ipc.params import SamplingParams
 from ipc.spans import Kind
 from worker.clock import LINK, ROOM, TOKENS, StageClock
+from worker.graphs.dispatcher import Dispatch
+from worker.graphs.graph import GraphPool
 from worker.links.link import Receiver, Sender
 from worker.model_runner import ModelRunner
 from worker.threads import StepThreads, computes_alone
@@ -129,6 +131,13 @@ class Stage:
         ))
         if self._token_inbox is not None:
             self._take_tokens(self._token_inbox, 0)
+
+    def capture_graphs(
+        self, shapes: Sequence[Dispatch], pool: GraphPool, progress: Callable[[int, int], None]
+    ) -> int:
+        """Serve steps of these shapes by graphs from now on; see ``ModelRunner.capture_graphs``."""
+        receive_buffers = [] if self._receiver is None else self._receiver.buffers()
+        return self._runner.capture_graphs(shapes, receive_buffers=receive_buffers, pool=pool, progress=progress)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the next stage has taken everything that was sent to it. Raises PeerLost."""

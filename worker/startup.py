@@ -16,6 +16,8 @@ from worker.attention import AttentionBackend, AttentionNeeds, select_backend
 from worker.auto_partition import agree_on_split
 from worker.device import choose_num_threads, resolve_device, resolve_dtype, sharing_note
 from worker.epoch_store import EpochStore
+from worker.graphs.choice import choose_shapes
+from worker.graphs.dispatcher import Dispatch
 from worker.kv_groups import StageCaches, block_bytes, kv_groups, num_cache_tensors, place_layers
 from worker.memory import memory_for
 from worker.models import StageModel, build_stage, check_weights, load_weights
@@ -45,6 +47,8 @@ class LoadedStage:
     weight_bytes: int
     load_s: float
     num_threads: int
+    graph_shapes: tuple[Dispatch, ...]
+    """Steps to be captured, largest first."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -72,6 +76,8 @@ def load_stage(
         settings.attention_backend,
         AttentionNeeds.of(config, device=device, dtype=dtype, block_size=settings.block_size),
     )
+    told = logging.INFO if topology.is_first else logging.DEBUG
+    graph_shapes = choose_shapes(settings, backend, device.type, level=told)
     layers = agree_on_split(settings, store, device=device, dtype=dtype, backend=backend)[topology.stage]
     started = time.monotonic()
     with memory_for("MODEL", "the weights of this stage", "use more stages, a smaller --dtype or a smaller model"):
@@ -107,6 +113,7 @@ def load_stage(
         weight_bytes=weight_bytes,
         load_s=load_s,
         num_threads=num_threads,
+        graph_shapes=graph_shapes,
     )
 
 

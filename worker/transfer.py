@@ -19,6 +19,11 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def write_to_device(target: Tensor, host: Tensor) -> None:
+    """Put these numbers into a tensor that stays, for what is computed behind this call. As ``to_device``."""
+    target.copy_(host if target.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+
+
 class HostCopy:
     """A tensor on its way to the host. It may be changed afterwards, in the order of its device's stream."""
 

@@ -26,10 +26,12 @@ from ipc.spans import NO_STEP, Kind
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread
 from worker.device import choose_num_threads, device_identity
+from worker.graphs.graph import make_pool
 from worker.lifeline import die_with_parent
 from worker.links.opening import Links, Meeting, meet, open_links
 from worker.memory import free_memory, memory_for
 from worker.model_runner import ModelRunner
+from worker.progress import Progress
 from worker.settings import WorkerSettings
 from worker.shortage import shortage
 from worker.stage import Stage
@@ -251,6 +253,7 @@ class Worker:
             )
         stage = self._connect(runner, start, loaded, meeting)
         stage.warm_up(kv.max_model_len, kv.block_size)
+        self._capture_graphs(stage, loaded)
         kv_bytes = kv.num_blocks * loaded.bytes_per_block
         warmup_s = time.monotonic() - started
         logger.info("KV cache: %d blocks, %.1f MB; warm after %.1f s", kv.num_blocks, kv_bytes / 1e6, warmup_s)
@@ -267,6 +270,18 @@ class Worker:
         ))
         self.is_ready = True
         return stage, channel
+
+    def _capture_graphs(self, stage: Stage, loaded: LoadedStage) -> None:
+        if not loaded.graph_shapes:
+            return
+        started = time.monotonic()
+        draws = self._settings.local_rank == 0
+        num_graphs = stage.capture_graphs(
+            loaded.graph_shapes,
+            make_pool(loaded.device),
+            Progress(f"rank {self._settings.rank}: capturing", draws=draws),
+        )
+        logger.info("captured %d graphs in %.1f s", num_graphs, time.monotonic() - started)
 
     def _connect(
         self, runner: ModelRunner, start: EpochStart, loaded: LoadedStage, meeting: Meeting | None

@@ -21,7 +21,10 @@ from ipc.messages import (
 )
 from ipc.params import SamplingParams
 from worker.clock import StageClock
+from worker.graphs.dispatcher import Dispatch
+from worker.graphs.graph import GraphPool, make_pool
 from worker.kv_groups import kv_groups
+from worker.links.link import Boundary, HopBuffer
 from worker.model_config import read_model_config
 from worker.model_runner import ModelRunner
 from worker.partition import split_layers
@@ -92,7 +95,12 @@ class Plans:
 class MemoryLink:
     """Sender and receiver of one hop; checks what a transport relies on."""
 
-    def __init__(self) -> None:
+    def __init__(self, boundary: Boundary, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._buffers = deque(HopBuffer(boundary, max_tokens) for _ in range(3))
+        for buffer in self._buffers:
+            # Whatever a step doesn't overwrite must not matter.
+            buffer.tensors(max_tokens)[0].fill_(torch.nan)
         self.sent: deque[tuple[int, list[Tensor]]] = deque()
         self.posted: deque[tuple[int, int]] = deque()
         self.num_ahead = 0
@@ -120,7 +128,12 @@ class MemoryLink:
         sent_step, tensors = self.sent.popleft()
         assert (step_id, tensors[0].shape[0]) == self.posted.popleft()
         assert sent_step == step_id
-        return tensors
+        self._buffers.rotate()
+        self._buffers[0].fill(tensors)
+        return self._buffers[0].tensors(tensors[0].shape[0])
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer.tensors(self._max_tokens)[0] for buffer in self._buffers]
 
 
 class MemoryTokens:
@@ -162,16 +175,22 @@ def merged_groups(settings: WorkerSettings) -> tuple[KVCacheGroup, ...]:
 class Pipeline:
     """All stages of a model, each with its own rows and cache."""
 
-    def __init__(self, path: Path, num_stages: int = 1, *, num_blocks: int = 64, max_model_len: int = 512, **changes) -> None:
+    def __init__(self, path: Path, num_stages: int = 1, *, num_blocks: int = 64, max_model_len: int = 512,
+                 pool: GraphPool | None = None, **changes) -> None:
+        """``pool``: of graphs, on each stage; None: as on the CPU."""
         self.stages: list[Stage] = []
+        self.shapes: list[tuple[Dispatch, ...]] = []
         self.runners: list[ModelRunner] = []
-        self.links = [MemoryLink() for _ in range(num_stages - 1)]
+        self.links: list[MemoryLink] = []
         self.tokens = MemoryTokens()
         self.block_size = changes.get("block_size", 16)
         for rank in range(num_stages):
             self._add_stage(settings_for(path, rank=rank, world_size=num_stages, **changes), num_blocks, max_model_len)
         for stage in self.stages:
             stage.warm_up(max_model_len, self.block_size)
+        for stage, shapes in zip(self.stages, self.shapes, strict=True):
+            if shapes:
+                stage.capture_graphs(shapes, pool or make_pool(torch.device("cpu")), lambda done, total: None)
 
     def _add_stage(self, settings: WorkerSettings, num_blocks: int, max_model_len: int) -> None:
         topology = Topology(rank=settings.rank, num_stages=settings.world_size)
@@ -185,6 +204,9 @@ class Pipeline:
             is_first=topology.is_first, is_last=topology.is_last, device=loaded.device, dtype=loaded.dtype,
             num_rows=2 * settings.max_num_seqs, max_model_len=max_model_len, block_size=settings.block_size,
         )  # fmt: skip
+        self.shapes.append(loaded.graph_shapes)
+        if not topology.is_last:
+            self.links.append(MemoryLink(loaded.model.boundary(), settings.max_num_batched_tokens))
         rank, is_alone = settings.rank, settings.world_size == 1
         stage = Stage(
             topology, runner, StageClock(),

@@ -86,7 +86,6 @@ class Narrow(TorchBackend):
         ({"full": True}, ["full attention"]),
         ({"windowed": True}, ["windowed attention"]),
         ({"soft_capped": True, "sinks": True}, ["soft-capped attention", "attention sinks"]),
-        ({"graphs": True}, ["graph support"]),
         ({"group_ratio": 3}, ["3 query heads per key head"]),
         ({"cache_dtype": torch.float16}, ["cache dtype float16"]),
         ({"dtype": torch.float16}, ["dtype float16"]),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.metadata import CommonAttentionMetadata
+from worker.graphs.modes import GraphSupport
 from worker.model_config import ModelConfig
 
 
@@ -37,8 +38,8 @@ class Capabilities:
     windowed: bool = False
     soft_capped: bool = False
     sinks: bool = False
-    graphs: bool = False
-    """Its work can be recorded once and replayed with other batches."""
+    graphs: GraphSupport = GraphSupport.NEVER
+    """Of which steps its work can be recorded once and replayed for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,6 @@ class AttentionNeeds:
 
     soft_capped: bool = False
     sinks: bool = False
-    graphs: bool = False
 
     @classmethod
     def of(
@@ -86,6 +86,19 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common: CommonAttentionMetadata) -> Any:
         """Metadata for ``write`` and ``attend`` in every layer of the group. Keeps nothing of ``common``'s tensors."""
+
+    def reserve(self, *, max_tokens: int, max_seqs: int, max_seq_len: int) -> None:
+        """Make memory that stays, for ``build_in_place``. Only where the backend supports graphs, as that."""
+        raise NotImplementedError
+
+    def build_in_place(self, common: CommonAttentionMetadata) -> Any:
+        """As ``build``, for a step within what was reserved, and fit to be recorded.
+
+        Of two steps with as many tokens, sequences and leading decodes the tensors lie at the same addresses, and all else
+        is equal: what was recorded with the metadata of one computes the other. So nothing may depend on lengths, but on
+        the longest that was reserved for.
+        """
+        raise NotImplementedError
 
 
 class AttentionBackend(ABC):

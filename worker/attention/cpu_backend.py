@@ -10,6 +10,10 @@ from kernels.panel_attention import HEAD_SIZES, append_panels, panel_attention, 
 from worker.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities
 from worker.attention.metadata import CommonAttentionMetadata
 from worker.attention.registry import register
+from worker.attention.tables import StaticTables
+from worker.graphs.modes import GraphSupport
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,7 @@ class CpuBackend(AttentionBackend):
         windowed=True,
         soft_capped=True,
         sinks=True,
+        graphs=GraphSupport.ALWAYS,
     )
 
     @staticmethod
@@ -97,6 +102,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, block_size: int, window: int | None) -> None:
         self.block_size = block_size
         self.window = window
+        self._static: StaticTables | None = None
 
     def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
         num_blocks = -(-common.max_seq_len // self.block_size)
@@ -107,5 +113,22 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens.clone(),
             block_table=common.block_table[:, :num_blocks].clone(memory_format=torch.contiguous_format),
             has_padding=int(num_queries[common.seq_lens > 0].sum()) < common.slots.shape[0],
+            window=self.window,
+        )
+
+    def reserve(self, *, max_tokens: int, max_seqs: int, max_seq_len: int) -> None:
+        self._static = StaticTables(
+            max_tokens=max_tokens, max_seqs=max_seqs, num_blocks=-(-max_seq_len // self.block_size), device=CPU
+        )
+
+    def build_in_place(self, common: CommonAttentionMetadata) -> CpuMetadata:
+        assert self._static is not None, "reserved before it is built in"
+        tables = self._static.write(common)
+        return CpuMetadata(
+            slots=tables.slots,
+            query_starts=tables.query_starts,
+            seq_lens=tables.seq_lens,
+            block_table=tables.block_table,
+            has_padding=True,
             window=self.window,
         )

@@ -74,7 +74,6 @@ def obstacles(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[st
         "windowed attention": needs.windowed and not can.windowed,
         "soft-capped attention": needs.soft_capped and not can.soft_capped,
         "attention sinks": needs.sinks and not can.sinks,
-        "graph support": needs.graphs and not can.graphs,
     }
     lacks = [
         f"device {needs.device.type}" if needs.device.type not in can.device_types else _old_gpu(needs.device, can.compute_capability),

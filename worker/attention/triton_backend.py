@@ -11,10 +11,8 @@ from kernels.paged_attention import paged_attention
 from worker.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities
 from worker.attention.metadata import CommonAttentionMetadata
 from worker.attention.registry import register
-from worker.transfer import to_device
-
-_ALIGNMENT = 4
-"""In elements of 4 bytes. A kernel is compiled once for addresses that are multiples of 16, and once more for others."""
+from worker.attention.tables import StaticTables, StepTables, moved_tables
+from worker.graphs.modes import GraphSupport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,7 @@ class TritonBackend(AttentionBackend):
         windowed=True,
         soft_capped=True,
         sinks=True,
+        graphs=GraphSupport.ALWAYS,
     )
     preference = 100
 
@@ -103,33 +102,39 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
         self.device = device
         self.window = window
 
+        self._static: StaticTables | None = None
+        self._max_seq_len = 0
+
     def build(self, common: CommonAttentionMetadata) -> TritonMetadata:
         num_blocks = -(-common.max_seq_len // self.block_size)
-        slots, query_starts, seq_lens, block_table = _moved(
-            [common.slots, common.query_starts, common.seq_lens, common.block_table[:, :num_blocks]], self.device
+        # Sequences of length 0 are padding too, but those a kernel fills with zeros by itself.
+        has_padding = int(common.query_starts[-1]) < common.slots.shape[0]
+        tables = moved_tables(common, num_blocks, self.device)
+        return self._metadata(tables, common.num_decodes, common.max_seq_len, has_padding)
+
+    def reserve(self, *, max_tokens: int, max_seqs: int, max_seq_len: int) -> None:
+        self._max_seq_len = max_seq_len
+        self._static = StaticTables(
+            max_tokens=max_tokens, max_seqs=max_seqs, num_blocks=-(-max_seq_len // self.block_size), device=self.device
         )
-        num_queries = common.query_starts.diff()
+
+    def build_in_place(self, common: CommonAttentionMetadata) -> TritonMetadata:
+        assert self._static is not None, "reserved before it is built in"
+        is_uniform = common.num_decodes == common.slots.shape[0]
+        # How many decodes lead a mixed step changes, so there they are computed as any other queries.
+        num_decodes = common.num_decodes if is_uniform else 0
+        return self._metadata(self._static.write(common), num_decodes, self._max_seq_len, has_padding=not is_uniform)
+
+    def _metadata(
+        self, tables: StepTables, num_decodes: int, max_seq_len: int, has_padding: bool
+    ) -> TritonMetadata:
         return TritonMetadata(
-            slots=slots,
-            query_starts=query_starts,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            num_decodes=common.num_decodes,
-            max_seq_len=common.max_seq_len,
-            # Sequences of length 0 are padding too, but those a kernel fills with zeros by itself.
-            has_padding=int(num_queries.sum()) < common.slots.shape[0],
+            slots=tables.slots,
+            query_starts=tables.query_starts,
+            seq_lens=tables.seq_lens,
+            block_table=tables.block_table,
+            num_decodes=num_decodes,
+            max_seq_len=max_seq_len,
+            has_padding=has_padding,
             window=self.window,
         )
-
-
-def _moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of the tensors, of int32 or int64, on the device, in one transfer."""
-    num_words = [tensor.numel() * (tensor.element_size() // 4) for tensor in tensors]
-    places = [-(-words // _ALIGNMENT) * _ALIGNMENT for words in num_words]
-    host = torch.empty(sum(places), dtype=torch.int32)
-    for tensor, part, words in zip(tensors, host.split(places), num_words, strict=True):
-        part[:words].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return [
-        part[:words].view(tensor.dtype).view(tensor.shape)
-        for tensor, part, words in zip(tensors, to_device(host, device).split(places), num_words, strict=True)
-    ]

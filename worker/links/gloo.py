@@ -88,13 +88,17 @@ class GlooReceiver:
     def __init__(self, group: Group, hop: Hop, allocate: Callable[[int], Tensor] = host_bytes) -> None:
         self._group = group
         self._hop = hop
-        self._free = [HopBuffer(hop.boundary, hop.max_tokens, allocate) for _ in range(NUM_RECEIVE_BUFFERS)]
+        self._buffers = [HopBuffer(hop.boundary, hop.max_tokens, allocate) for _ in range(NUM_RECEIVE_BUFFERS)]
+        self._free = list(self._buffers)
         self._posted: deque[tuple[int, int, HopBuffer, Work]] = deque()
         self._in_use: HopBuffer | None = None
 
     @property
     def has_room(self) -> bool:
         return bool(self._free)
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer.tensors(self._hop.max_tokens)[0] for buffer in self._buffers]
 
     def post(self, step_id: int, num_tokens: int) -> None:
         buffer = self._free.pop()

@@ -21,6 +21,9 @@ from worker.models import BoundaryTensor
 TRAILER = struct.Struct("<IQI")
 """Epoch, step, tokens."""
 
+NUM_DEVICE_BUFFERS = 2
+"""Of a receiver on a device: one that the current step reads, one that the next is received into."""
+
 _ALIGNMENT = 16
 """Bytes; each tensor starts at a multiple, so that a view of any dtype is possible."""
 
@@ -194,6 +197,9 @@ class Receiver(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether one more receive can be posted now."""
+
+    def buffers(self) -> list[Tensor]:
+        """[max tokens, width] each: the first tensor of every ``wait`` is the beginning of one of these."""
 
     def post(self, step_id: int, num_tokens: int) -> None:
         """Make ready for a step; steps are posted in the order in which they are sent."""

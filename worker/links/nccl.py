@@ -21,7 +21,16 @@ from torch.distributed import PrefixStore, Store, Work  # type: ignore[attr-defi
 
 from ipc.errors import PeerLost
 from worker.links.gloo import NUM_RECEIVE_BUFFERS, NUM_SEND_BUFFERS, TAG, reason
-from worker.links.link import TRAILER, BufferedSender, Hop, HopBuffer, check_boundary, check_trailer, write_trailer
+from worker.links.link import (
+    NUM_DEVICE_BUFFERS,
+    TRAILER,
+    BufferedSender,
+    Hop,
+    HopBuffer,
+    check_boundary,
+    check_trailer,
+    write_trailer,
+)
 from worker.links.streams import Event, Streams
 
 try:
@@ -113,16 +122,18 @@ class NcclReceiver:
         self._group = group
         self._hop = hop
         self._streams = streams
-        self._free: deque[tuple[_Slot, Event]] = deque()
+        self._slots = [_Slot(hop, streams) for _ in range(NUM_DEVICE_BUFFERS)]
+        self._free = deque((slot, streams.mark()) for slot in self._slots)
         """With the event behind which nobody reads the buffer any longer."""
-        for _ in range(2):
-            self._free.append((_Slot(hop, streams), streams.mark()))
         self._posted: deque[tuple[int, int]] = deque()
         self._in_use: _Slot | None = None
 
     @property
     def has_room(self) -> bool:
         return len(self._posted) + (self._in_use is not None) < NUM_RECEIVE_BUFFERS
+
+    def buffers(self) -> list[Tensor]:
+        return [slot.device.tensors(self._hop.max_tokens)[0] for slot in self._slots]
 
     def post(self, step_id: int, num_tokens: int) -> None:
         self._posted.append((step_id, num_tokens))

@@ -19,11 +19,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from worker.links.gloo import NUM_SEND_BUFFERS, TAG, GlooReceiver, Group, reason
-from worker.links.link import BufferedSender, Hop, HopBuffer, check_boundary, write_trailer
+from worker.links.link import NUM_DEVICE_BUFFERS, BufferedSender, Hop, HopBuffer, check_boundary, write_trailer
 from worker.links.streams import Event, Streams
-
-NUM_DEVICE_BUFFERS = 2
-"""Of a receiver: one that the current step reads, one that the next is copied into."""
 
 JOIN_S = 1.0
 """What the thread gets to end. A device that never completes a copy may hold it for ever."""
@@ -98,10 +95,9 @@ class StagedReceiver:
         self._hop = hop
         self._streams = streams
         self._host = GlooReceiver(group, hop, streams.host_bytes)
-        self._free: deque[tuple[HopBuffer, Event]] = deque()
+        self._buffers = [HopBuffer(hop.boundary, hop.max_tokens, streams.device_bytes) for _ in range(NUM_DEVICE_BUFFERS)]
+        self._free = deque((buffer, streams.mark()) for buffer in self._buffers)
         """With the event behind which nobody reads the buffer any longer."""
-        for _ in range(NUM_DEVICE_BUFFERS):
-            self._free.append((HopBuffer(hop.boundary, hop.max_tokens, streams.device_bytes), streams.mark()))
         self._in_use: HopBuffer | None = None
         self._copied: Event | None = None
         """The last copy to the device; until then the host buffer that it reads is in use."""
@@ -109,6 +105,9 @@ class StagedReceiver:
     @property
     def has_room(self) -> bool:
         return self._host.has_room
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer.tensors(self._hop.max_tokens)[0] for buffer in self._buffers]
 
     def post(self, step_id: int, num_tokens: int) -> None:
         self._host.post(step_id, num_tokens)

@@ -2,6 +2,6 @@
 
 from worker.models.building import build_stage
 from worker.models.loading import check_weights, load_weights
-from worker.models.stage import BoundaryTensor, StageModel
+from worker.models.stage import BoundaryTensor, Flow, StageModel
 
-__all__ = ["BoundaryTensor", "StageModel", "build_stage", "check_weights", "load_weights"]
+__all__ = ["BoundaryTensor", "Flow", "StageModel", "build_stage", "check_weights", "load_weights"]
