@@ -62,11 +62,26 @@ class StepTokens:
     positions: NDArray[np.int64]
     """[T]."""
 
+    @property
+    def has_one_each(self) -> bool:
+        """Whether every row computes one token."""
+        return len(self.positions) == len(self.rows)
+
+    def owners(self) -> NDArray[np.int64]:
+        """[T]: which row of the step each token is of."""
+        indices = np.arange(len(self.rows))
+        return indices if self.has_one_each else np.repeat(indices, self.num_scheduled)
+
     @classmethod
     def of(cls, rows: NDArray[np.int64], num_scheduled: NDArray[np.int64], span: Span) -> "StepTokens":
-        query_starts = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(num_scheduled, out=query_starts[1:])
-        positions = np.repeat(span.starts.astype(np.int64), num_scheduled) + offsets_within(num_scheduled)
+        positions = span.starts.astype(np.int64)
+        if len(rows) and int(num_scheduled.max()) == 1:
+            # Steps of decodes alone are many and small: what each operation costs beside its work counts.
+            query_starts = np.arange(len(rows) + 1)
+        else:
+            query_starts = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(num_scheduled, out=query_starts[1:])
+            positions = np.repeat(positions, num_scheduled) + offsets_within(num_scheduled)
         return cls(rows=rows, num_scheduled=num_scheduled, query_starts=query_starts, span=span, positions=positions)
 
 
@@ -99,8 +114,7 @@ class InputBatch:
 
 def gather_token_ids(states: RequestStates, step: StepTokens) -> NDArray[np.int64]:
     """[T]: the tokens that the first stage embeds."""
-    owners = np.repeat(step.rows, step.num_scheduled)
-    return states.token_ids[owners, step.positions].astype(np.int64)
+    return states.token_ids[step.rows[step.owners()], step.positions].astype(np.int64)
 
 
 def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMetadata:
@@ -110,12 +124,12 @@ def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMeta
     """
     seq_lens = step.span.ends
     block_table = table.gather(step.rows, seq_lens)
-    owners = np.repeat(np.arange(len(step.rows)), step.num_scheduled)
+    owners = step.owners()
     blocks = block_table[owners, step.positions // table.block_size].astype(np.int64)
     if len(blocks) and blocks.min() < 0:
         raise ProtocolError("block_ids", f"row {step.rows[owners[blocks.argmin()]]} computes a token that has no block")
     slots = blocks * table.block_size + step.positions % table.block_size
-    longer = np.flatnonzero(step.num_scheduled != 1)
+    longer = () if step.has_one_each else np.flatnonzero(step.num_scheduled != 1)
     return CommonAttentionMetadata(
         query_starts=torch.from_numpy(step.query_starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens),
@@ -131,8 +145,7 @@ def sampling_rows(states: RequestStates, step: StepTokens, device: torch.device)
     chosen = np.flatnonzero(step.span.samples)
     if not len(chosen):
         return None
-    rows = step.rows[chosen]
-    positions = step.span.ends[chosen].astype(np.int64)
+    rows, positions = step.rows[chosen], step.span.ends[chosen].astype(np.int64)
 
     def moved(values: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(values), device)

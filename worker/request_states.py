@@ -58,6 +58,8 @@ class RequestStates:
 
     def free(self, rows: list[int]) -> None:
         """These rows have no owner now; tokens still on their way to them are dropped."""
+        if not rows:
+            return
         self._owner[rows] += 1
         self.num_known[rows] = 0
         self.num_computed[rows] = 0

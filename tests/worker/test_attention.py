@@ -342,14 +342,3 @@ def test_memory_of_decodes_is_bounded(sizes: list[tuple[int, int]]) -> None:
     assert sum(len(decodes.tokens) for decodes in metadata.decodes) == len(sizes)
     assert sum(len(decodes.slots) for decodes in metadata.decodes) < 2 * sum(length + 1 for length, _ in sizes)
     assert max(len(decodes.slots) for decodes in metadata.decodes) <= 1 << 16
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_metadata_outlives_the_batchs_buffers(backend: str) -> None:
-    step = Step(BATCHES["mixed"], dtype=torch.float32, backend=backend)
-    expected = Step(BATCHES["mixed"], dtype=torch.float32, backend=backend).run()
-    metadata = step.builder.build(step.common)
-    for tensor in (step.common.query_starts, step.common.seq_lens, step.common.block_table, step.common.slots):
-        tensor.fill_(0)
-    step.backend.write(step.cache, step.k, step.v, metadata)
-    assert torch.equal(step.backend.attend(step.q, step.cache, metadata, D**-0.5), expected)

@@ -85,7 +85,7 @@ class AttentionMetadataBuilder(ABC):
 
     @abstractmethod
     def build(self, common: CommonAttentionMetadata) -> Any:
-        """Metadata for ``write`` and ``attend`` in every layer of the group. Keeps nothing of ``common``'s tensors."""
+        """Metadata for ``write`` and ``attend`` in every layer of the group. It may keep ``common``'s tensors."""
 
     def reserve(self, *, max_tokens: int, max_seqs: int, max_seq_len: int) -> None:
         """Make memory that stays, for ``build_in_place``. Only where the backend supports graphs, as that."""

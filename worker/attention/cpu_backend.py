@@ -106,13 +106,13 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
         num_blocks = -(-common.max_seq_len // self.block_size)
-        num_queries = common.query_starts.diff()
+        table = common.block_table
         return CpuMetadata(
-            slots=common.slots.clone(),
-            query_starts=common.query_starts.clone(),
-            seq_lens=common.seq_lens.clone(),
-            block_table=common.block_table[:, :num_blocks].clone(memory_format=torch.contiguous_format),
-            has_padding=int(num_queries[common.seq_lens > 0].sum()) < common.slots.shape[0],
+            slots=common.slots,
+            query_starts=common.query_starts,
+            seq_lens=common.seq_lens,
+            block_table=table if table.shape[1] == num_blocks else table[:, :num_blocks].contiguous(),
+            has_padding=common.has_padding(),
             window=self.window,
         )
 

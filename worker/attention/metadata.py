@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonAttentionMetadata:
-    """One step's sequences and where their keys and values lie. All tensors are on the CPU."""
+    """One step's sequences and where their keys and values lie. All tensors are on the CPU, and nobody changes them."""
 
     query_starts: Tensor
     """[S + 1] int32: tokens of sequence s are query_starts[s] up to query_starts[s + 1]."""
@@ -31,3 +32,11 @@ class CommonAttentionMetadata:
         assert self.query_starts.shape == (num_seqs + 1,)
         assert self.block_table.shape[0] == num_seqs
         assert 0 <= self.num_decodes <= num_seqs
+
+    def has_padding(self) -> bool:
+        """Whether some tokens belong to no sequence, or to one that has nothing in the cache."""
+        lengths, num_tokens = self.seq_lens.numpy(), self.slots.shape[0]
+        if self.num_decodes == len(lengths) == num_tokens:
+            return not lengths.all()
+        num_queries = np.diff(self.query_starts.numpy())
+        return int(num_queries[lengths > 0].sum()) < num_tokens

@@ -140,7 +140,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         batches = _batch_decodes(num_seen[: common.num_decodes])
         num_served = sum(map(len, batches)) + sum(prefill.end - prefill.start for prefill in prefills)
         return TorchMetadata(
-            slots=to_device(common.slots.clone(), self.device),
+            slots=to_device(common.slots, self.device),
             decodes=tuple(self._decodes(common, sequences, first_seen, num_seen) for sequences in batches),
             prefills=prefills,
             causal_mask=self._causal_mask(prefills),
