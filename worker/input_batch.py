@@ -67,6 +67,13 @@ class StepTokens:
         """Whether every row computes one token."""
         return len(self.positions) == len(self.rows)
 
+    def num_decodes(self) -> int:
+        """Leading rows that compute one token."""
+        if self.has_one_each:
+            return len(self.rows)
+        longer = np.flatnonzero(self.num_scheduled != 1)
+        return int(longer[0]) if len(longer) else len(self.rows)
+
     def owners(self) -> NDArray[np.int64]:
         """[T]: which row of the step each token is of."""
         indices = np.arange(len(self.rows))
@@ -129,13 +136,12 @@ def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMeta
     if len(blocks) and blocks.min() < 0:
         raise ProtocolError("block_ids", f"row {step.rows[owners[blocks.argmin()]]} computes a token that has no block")
     slots = blocks * table.block_size + step.positions % table.block_size
-    longer = () if step.has_one_each else np.flatnonzero(step.num_scheduled != 1)
     return CommonAttentionMetadata(
         query_starts=torch.from_numpy(step.query_starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens),
         block_table=torch.from_numpy(block_table),
         slots=torch.from_numpy(slots),
-        num_decodes=int(longer[0]) if len(longer) else len(step.rows),
+        num_decodes=step.num_decodes(),
         max_seq_len=int(seq_lens.max()),
     )
 
