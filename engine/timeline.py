@@ -180,12 +180,28 @@ def stage_values(reports: Mapping[int, tuple[StageReport, StageReport | None]]) 
         values[f"{name}_resident_bytes"] = report.resident_bytes
         values[f"{name}_steps"] = report.num_steps
         values[f"{name}_queue_depth"] = report.queue_depth
+        values |= {f"{name}_{key}": value for key, value in _graph_values(report).items()}
         seconds, seconds_before = _seconds(report), _seconds(before)
         passed = sum(seconds.values()) - sum(seconds_before.values())
         for cause, total in seconds.items():
             values[f"{name}_{cause}_s"] = total
             values[f"{name}_{cause}_share"] = (total - seconds_before[cause]) / passed if passed > 0 else 0.0
     return values
+
+
+def _graph_values(report: StageReport) -> Scalars:
+    """Shares of all steps by how they were computed, and of all computed tokens those that were padding."""
+    # A step under way may be counted here and not there.
+    num_steps = max(1, report.num_steps, report.num_full_graph_steps + report.num_piecewise_graph_steps)
+    num_computed = max(1, report.num_tokens + report.num_padded_tokens)
+    return {
+        "full_graph_steps": report.num_full_graph_steps,
+        "full_graph_share": report.num_full_graph_steps / num_steps,
+        "piecewise_graph_steps": report.num_piecewise_graph_steps,
+        "piecewise_graph_share": report.num_piecewise_graph_steps / num_steps,
+        "tokens": report.num_tokens,
+        "padding_share": report.num_padded_tokens / num_computed,
+    }
 
 
 def _seconds(report: StageReport | None) -> dict[str, float]:

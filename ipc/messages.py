@@ -231,6 +231,14 @@ class StageReport:
     queue_depth: U32
     resident_bytes: U64
     send_wait_s: float = 0.0
+    num_full_graph_steps: U64 = 0
+    """Steps that were one graph. Those of neither kind ran eagerly."""
+    num_piecewise_graph_steps: U64 = 0
+    """Steps whose segments between attention calls were graphs."""
+    num_tokens: U64 = 0
+    """Computed in all steps, padding not counted."""
+    num_padded_tokens: U64 = 0
+    """Computed beside them, to give steps the shape of a graph."""
 
 
 @part

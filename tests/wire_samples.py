@@ -58,7 +58,8 @@ SAMPLES: list[Any] = [
     m.Heartbeat(core_id=1, epoch=2),
     m.StageReport(
         core_id=1, epoch=2, rank=1, num_steps=12, busy_s=1.5, plan_wait_s=0.5, receive_wait_s=0.25, token_wait_s=0.0,
-        queue_depth=2, resident_bytes=1 << 28, send_wait_s=0.125,
+        queue_depth=2, resident_bytes=1 << 28, send_wait_s=0.125, num_full_graph_steps=9, num_piecewise_graph_steps=2,
+        num_tokens=300, num_padded_tokens=20,
     ),
     m.SchedulerOutput(
         core_id=1, epoch=2, step_id=10, freed_rows=[5],

@@ -10,11 +10,19 @@ PLAN, LINK, TOKENS, ROOM = Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKE
 
 
 class StageClock(Recorder):
-    """A stage's main thread records; its control thread reads: every moment counts for exactly one kind."""
+    """A stage's main thread records; its control thread reads: every moment counts for exactly one kind.
+
+    The counts are of steps computed since the start; each is written by the main thread alone.
+    """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, *, capacity: int = MAX_SPANS) -> None:
         super().__init__(clock=clock, capacity=capacity)
         self.num_steps = 0
+        self.num_full_graph_steps = 0
+        self.num_piecewise_graph_steps = 0
+        self.num_tokens = 0
+        """Without padding."""
+        self.num_padded_tokens = 0
         self.num_ahead = 0
         """Steps that were there when the newest one began."""
 

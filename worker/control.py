@@ -196,6 +196,10 @@ class ControlThread(threading.Thread):
             queue_depth=self._clock.num_ahead,
             resident_bytes=resident_bytes(),
             send_wait_s=waits[ROOM],
+            num_full_graph_steps=self._clock.num_full_graph_steps,
+            num_piecewise_graph_steps=self._clock.num_piecewise_graph_steps,
+            num_tokens=self._clock.num_tokens,
+            num_padded_tokens=self._clock.num_padded_tokens,
         )
 
     def _timeline(self, request: TimelineRequest) -> TimelineReport:

@@ -11,6 +11,9 @@ from ipc.spans import Kind
 from worker.clock import LINK, ROOM, TOKENS, StageClock
 from worker.graphs.dispatcher import Dispatch
 from worker.graphs.graph import GraphPool
+from worker.graphs.modes import CudagraphMode
+from worker.graphs.stage_graphs import PaddedStep
+from worker.input_batch import InputBatch
 from worker.links.link import Receiver, Sender
 from worker.model_runner import ModelRunner
 from worker.threads import StepThreads, computes_alone
@@ -77,6 +80,7 @@ class Stage:
         self._clock.doing(Kind.PREPARE, plan.step_id)
         self.post_receives([plan])
         batch = self._runner.prepare(plan)
+        self._count(batch)
         if self._token_inbox is not None and plan.step_id > 0:
             self._take_tokens(self._token_inbox, plan.needs_tokens_of_step)
         received = None
@@ -143,6 +147,15 @@ class Stage:
         """Wait until the next stage has taken everything that was sent to it. Raises PeerLost."""
         if self._sender is not None:
             self._sender.flush(timeout_s)
+
+    def _count(self, batch: InputBatch) -> None:
+        self._clock.num_tokens += batch.num_tokens
+        if isinstance(batch.forward, PaddedStep):
+            self._clock.num_padded_tokens += batch.forward.num_padded
+            if batch.forward.dispatch.mode is CudagraphMode.FULL:
+                self._clock.num_full_graph_steps += 1
+            else:
+                self._clock.num_piecewise_graph_steps += 1
 
     def _take_tokens(self, inbox: TokenInbox, step_id: int) -> None:
         with self._clock.waiting(TOKENS):

@@ -178,6 +178,9 @@ SLOW_FAULTS = {
         names_rank=False,
     ),
     "no such dtype": Fault(make=original, flags=("--dtype", "int3"), patterns=("dtype", "int3"), names_rank=False),
+    "no size to capture": Fault(
+        make=original, flags=("--cudagraph-capture-sizes", "-4,8"), patterns=("--cudagraph-capture-sizes: -4 must be at least 1",)
+    ),
     "tensor parallelism": Fault(make=original, flags=("--tp", "2"), patterns=("tensor-parallel-size",)),
 }  # fmt: skip
 

@@ -182,6 +182,7 @@ def test_a_clock_offset_is_right_within_its_error() -> None:
 def report_at(seconds: float, **waits: float) -> StageReport:
     return StageReport(
         core_id=1, epoch=1, rank=1, num_steps=9, busy_s=seconds, queue_depth=2, resident_bytes=77,
+        num_full_graph_steps=6, num_piecewise_graph_steps=2, num_tokens=60, num_padded_tokens=20,
         **{"plan_wait_s": 0.0, "receive_wait_s": 0.0, "token_wait_s": 0.0, **waits},
     )  # fmt: skip
 
@@ -192,6 +193,8 @@ def test_stats_tell_each_stages_shares_of_the_last_second() -> None:
     assert values == {
         "stage_1_resident_bytes": 77, "stage_1_steps": 9, "stage_1_queue_depth": 2,
         "stage_1_busy_s": 5.5, "stage_1_busy_share": 0.5, "stage_1_plan_wait_s": 1.25, "stage_1_plan_wait_share": 0.25,
+        "stage_1_full_graph_steps": 6, "stage_1_full_graph_share": 6 / 9, "stage_1_piecewise_graph_steps": 2,
+        "stage_1_piecewise_graph_share": 2 / 9, "stage_1_tokens": 60, "stage_1_padding_share": 0.25,
         "stage_1_receive_wait_s": 0.125, "stage_1_receive_wait_share": 0.125, "stage_1_token_wait_s": 0.0,
         "stage_1_token_wait_share": 0.0, "stage_1_send_wait_s": 0.125, "stage_1_send_wait_share": 0.125,
     }  # fmt: skip

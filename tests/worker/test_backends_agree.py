@@ -10,6 +10,7 @@ from tests.conftest import Golden
 from tests.interpreter import use_interpreter
 from tests.native import INSTRUCTION_SETS
 from tests.oracle import GAP
+from tests.worker.fake_graphs import FakePool
 from tests.worker.pipeline import Pipeline, Plans, tokens_of
 from tests.worker.scheduled import Engine
 from worker.attention.triton_backend import TritonBackend
@@ -72,3 +73,19 @@ def test_a_whole_model_in_triton(checkpoints, checkpoint: str, num_steps: int, m
     monkeypatch.setattr(TritonBackend, "capabilities", here)
     assert generate(Pipeline(folder, 1, attention_backend="triton"), num_steps) == expected
     assert sum(map(len, expected.values())) > num_steps / 2
+
+
+@pytest.mark.slow
+def test_a_whole_model_in_triton_from_graphs(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention included: decodes by the kernel for single queries, other steps by the one for any."""
+    expected = generate(Pipeline(checkpoints.one_layer, 1, attention_backend="torch"), 9)
+    use_interpreter(monkeypatch)
+    here = replace(TritonBackend.capabilities, device_types=frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(TritonBackend, "capabilities", here)
+    pool = FakePool()
+    pipeline = Pipeline(
+        checkpoints.one_layer, 1, attention_backend="triton", cudagraph_mode="full", cudagraph_capture_sizes=(4, 24, 72),
+        pool=pool,
+    )  # fmt: skip
+    assert generate(pipeline, 9) == expected
+    assert len(pool.replayed) == 9
