@@ -4,8 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +11,10 @@ from torch import Tensor
 from ipc.errors import RequestError
 from worker.encoders import ITEM_IDS, Item, PackedEncoder
 from worker.encoders.packing import Pack, pack_items, token_budgets
+from worker.graphs.graph import Graph, GraphPool, make_pool
+from worker.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-
-
-class Graph(Protocol):
-    """What was recorded of a computation on buffers that stay where they are."""
-
-    def replay(self) -> None:
-        """The same computation, on what the buffers hold now."""
-
-
-CaptureGraph = Callable[[Callable[[], None]], Graph]
-"""Records what a call does on the device."""
-
-
-class PlainGraph:
-    """Computes at every replay: the stand-in where there is nothing to capture on."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.replay = compute
 
 
 @dataclass(slots=True)
@@ -71,17 +53,18 @@ class EncoderGraphStatistics:
 class EncoderCudaGraphManager:
     """One graph for each budget of tokens; items are packed along the tokens into as few as fit.
 
-    All graphs share one set of buffers of the largest budget, each uses their first rows. What no graph fits runs
+    All graphs read one set of buffers of the largest budget, each their first rows. What no graph fits runs
     eagerly, so before ``capture`` everything does.
     """
 
-    def __init__(
-        self, encoder: PackedEncoder, *, smallest: int, largest: int, capture_graph: CaptureGraph = PlainGraph
-    ) -> None:
-        """Budgets are the powers of two from ``smallest`` to ``largest`` tokens. Raises ConfigError when there is none."""
+    def __init__(self, encoder: PackedEncoder, *, smallest: int, largest: int, pool: GraphPool | None = None) -> None:
+        """Budgets are the powers of two from ``smallest`` to ``largest`` tokens.
+
+        ``pool``: None makes one for the encoder's device. Raises ConfigError when there is no budget.
+        """
         self._encoder = encoder
         self._budgets = token_budgets(smallest, largest)
-        self._capture_graph = capture_graph
+        self._pool = pool or make_pool(encoder.device)
         self._inputs = encoder.inputs()
         self._buffers = {
             each.name: torch.full(
@@ -89,7 +72,6 @@ class EncoderCudaGraphManager:
             )
             for each in (*self._inputs, ITEM_IDS)
         }
-        self._output = torch.zeros(self._budgets[-1], encoder.output_width, dtype=encoder.dtype, device=encoder.device)
         self._graphs: dict[int, Graph] = {}
         self.statistics = EncoderGraphStatistics()
 
@@ -100,8 +82,8 @@ class EncoderCudaGraphManager:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the inputs and outputs that the graphs share, whatever they need inside."""
-        return self._output.nbytes + sum(buffer.nbytes for buffer in self._buffers.values())
+        """Memory of the inputs that the graphs share; what they need inside and for results is the pool's."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Record every budget's graph, the largest first, since the others fit in what it needed.
@@ -110,11 +92,11 @@ class EncoderCudaGraphManager:
         """
         for done, budget in enumerate(reversed(self._budgets), start=1):
             try:
-                self._graphs[budget] = self._capture_graph(partial(self._compute, budget))
-            except torch.OutOfMemoryError as error:
-                logger.warning(
-                    "no memory for the encoder's graph of %d tokens, which is left out: %.200s", budget, error
-                )
+                self._graphs[budget] = self._captured(self._rows(budget))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning("no memory for the encoder's graph of %d tokens, which is left out", budget)
             progress(done, len(self._budgets))
 
     def encode(self, items: Sequence[Item]) -> list[Tensor]:
@@ -158,31 +140,45 @@ class EncoderCudaGraphManager:
             raise RequestError(f"{name} has no tokens, must have at least 1", field=name)
         return num_tokens
 
-    def _compute(self, budget: int) -> None:
+    def _captured(self, rows: tuple[Tensor, ...]) -> Graph:
+        # Compiles what has to be compiled, and lets libraries make what a capture must not see them make.
+        self._compute(rows)
+        graph = self._pool.graph()
+        graph.capture(self._compute, rows)
+        graph.release()
+        return graph
+
+    def _compute(self, rows: tuple[Tensor, ...]) -> Tensor:
         """What a graph records."""
-        inputs = {each.name: self._buffers[each.name][:budget] for each in self._inputs}
-        self._output[:budget].copy_(self._encoder(inputs, self._buffers[ITEM_IDS.name][:budget]))
+        *inputs, item_ids = rows
+        names = (each.name for each in self._inputs)
+        return self._encoder(dict(zip(names, inputs, strict=True)), item_ids)
+
+    def _rows(self, budget: int) -> tuple[Tensor, ...]:
+        """The buffers' first rows: the encoder's inputs in their order, then the items' ids."""
+        return tuple(buffer[:budget] for buffer in self._buffers.values())
 
     def _replay(self, items: Sequence[Item], sizes: list[int], budget: int) -> list[Tensor]:
-        """Copied out, since the next replay writes to the same rows."""
+        """Copied out, since the next replay takes the same memory."""
         num_tokens = sum(sizes)
-        for each in self._inputs:
-            buffer = self._buffers[each.name]
-            for item, rows in zip(items, buffer[:num_tokens].split(sizes), strict=True):
-                rows.copy_(item[each.name])
-            buffer[num_tokens:budget].fill_(each.padding)
-        self._write_item_ids(self._buffers[ITEM_IDS.name][:budget], sizes)
-        self._graphs[budget].replay()
-        return [rows.clone() for rows in self._output[:num_tokens].split(sizes)]
+        *inputs, item_ids = rows = self._rows(budget)
+        for each, buffer in zip(self._inputs, inputs, strict=True):
+            for item, rows_of_item in zip(items, buffer[:num_tokens].split(sizes), strict=True):
+                rows_of_item.copy_(item[each.name])
+            buffer[num_tokens:].fill_(each.padding)
+        _write_item_ids(item_ids, sizes)
+        output: Tensor = self._graphs[budget].replay(rows)
+        return [rows_of_item.clone() for rows_of_item in output[:num_tokens].split(sizes)]
 
     def _run_eagerly(self, items: Sequence[Item], sizes: list[int]) -> list[Tensor]:
         inputs = {each.name: torch.cat([item[each.name] for item in items]) for each in self._inputs}
         item_ids = torch.empty(sum(sizes), dtype=ITEM_IDS.dtype, device=self._encoder.device)
-        self._write_item_ids(item_ids, sizes)
+        _write_item_ids(item_ids, sizes)
         return list(self._encoder(inputs, item_ids).split(sizes))
 
-    def _write_item_ids(self, item_ids: Tensor, sizes: list[int]) -> None:
-        num_tokens = sum(sizes)
-        for index, rows in enumerate(item_ids[:num_tokens].split(sizes)):
-            rows.fill_(index)
-        item_ids[num_tokens:].fill_(ITEM_IDS.padding)
+
+def _write_item_ids(item_ids: Tensor, sizes: list[int]) -> None:
+    num_tokens = sum(sizes)
+    for index, rows in enumerate(item_ids[:num_tokens].split(sizes)):
+        rows.fill_(index)
+    item_ids[num_tokens:].fill_(ITEM_IDS.padding)

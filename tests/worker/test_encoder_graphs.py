@@ -1,8 +1,7 @@
 """Are encoder items packed, padded, replayed and handed back whole, whatever their sizes?"""
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ipc.errors import ConfigError, RequestError
-from worker.encoder_graphs import EncoderCudaGraphManager, PlainGraph
+from tests.worker.fake_graphs import FakePool
+from worker.encoder_graphs import EncoderCudaGraphManager
 from worker.encoders import ITEM_IDS, Item, PackedEncoder, PackedInput
 from worker.encoders.packing import pack_items, token_budgets
 
@@ -39,31 +39,6 @@ class SumEncoder(PackedEncoder):
         return sees.float() @ inputs["values"] + inputs["weights"][:, None].float()
 
 
-class Recorder:
-    """A fake of the device: says which graphs were captured and replayed, and may run out of memory."""
-
-    def __init__(self, *, too_large: frozenset[int] = frozenset()) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-        self.too_large = too_large
-
-    def __call__(self, compute: "partial[None]") -> "RecordedGraph":
-        budget = compute.args[0]
-        if budget in self.too_large:
-            raise torch.OutOfMemoryError(f"tried to allocate {budget} tokens")
-        self.captured.append(budget)
-        return RecordedGraph(self, budget, compute)
-
-
-class RecordedGraph:
-    def __init__(self, recorder: Recorder, budget: int, compute: Callable[[], None]) -> None:
-        self.recorder, self.budget, self.compute = recorder, budget, compute
-
-    def replay(self) -> None:
-        self.recorder.replayed.append(self.budget)
-        self.compute()
-
-
 def make_item(num_tokens: int, seed: int = 0) -> Item:
     """Of whole numbers, whose sums are exact in any order."""
     draw = torch.Generator().manual_seed(seed)
@@ -78,10 +53,10 @@ def expected_output(item: Item) -> Tensor:
 
 
 def make_manager(
-    smallest: int = 4, largest: int = 16, recorder: Recorder | None = None
+    smallest: int = 4, largest: int = 16, pool: FakePool | None = None
 ) -> tuple[EncoderCudaGraphManager, SumEncoder]:
     encoder = SumEncoder()
-    manager = EncoderCudaGraphManager(encoder, smallest=smallest, largest=largest, capture_graph=recorder or PlainGraph)
+    manager = EncoderCudaGraphManager(encoder, smallest=smallest, largest=largest, pool=pool or FakePool())
     manager.capture(lambda done, total: None)
     return manager, encoder
 
@@ -166,22 +141,22 @@ def test_budgets_that_do_not_work_are_refused(smallest: int, largest: int, text:
 
 
 def test_largest_is_captured_first_and_nearest_is_replayed() -> None:
-    recorder = Recorder()
-    manager, _ = make_manager(recorder=recorder)
-    assert recorder.captured == [16, 8, 4]
+    pool = FakePool()
+    manager, encoder = make_manager(pool=pool)
+    assert [len(item_ids) for _, item_ids in encoder.passes] == [16, 16, 8, 8, 4, 4]  # each warmed up, then captured
     for num_tokens in (2, 4, 5, 8, 9, 16):
         manager.encode([make_item(num_tokens)])
-    assert recorder.replayed == [4, 4, 8, 8, 16, 16]
+    assert pool.replayed == [2, 2, 1, 1, 0, 0]
 
 
 def test_one_graph_serves_any_number_of_items() -> None:
-    recorder = Recorder()
-    manager, _ = make_manager(recorder=recorder)
+    pool = FakePool()
+    manager, _ = make_manager(pool=pool)
     for counts in ([16], [8, 8], [3, 7, 6], [1] * 16, [2, 7]):
         items = [make_item(count, seed) for seed, count in enumerate(counts)]
         for item, output in zip(items, manager.encode(items), strict=True):
             assert torch.equal(output, expected_output(item))
-    assert recorder.replayed == [16] * 5
+    assert pool.replayed == [0] * 5
 
 
 def test_padding_follows_each_buffers_rule_whatever_was_there() -> None:
@@ -195,19 +170,10 @@ def test_padding_follows_each_buffers_rule_whatever_was_there() -> None:
 
 
 def test_capture_sees_padding_only() -> None:
-    encoder = SumEncoder()
-    manager = EncoderCudaGraphManager(encoder, smallest=4, largest=8, capture_graph=run_once)
-    manager.capture(lambda done, total: None)
-    assert [len(item_ids) for _, item_ids in encoder.passes] == [8, 4]
+    _, encoder = make_manager()
     for inputs, item_ids in encoder.passes:
         assert torch.equal(inputs["weights"], torch.full_like(inputs["weights"], 7.0))
         assert set(item_ids.tolist()) == {ITEM_IDS.padding}
-
-
-def run_once(compute: Callable[[], None]) -> PlainGraph:
-    """As a device does, which computes for warm-up."""
-    compute()
-    return PlainGraph(compute)
 
 
 def test_outputs_outlive_the_next_replay() -> None:
@@ -219,12 +185,13 @@ def test_outputs_outlive_the_next_replay() -> None:
 
 
 def test_oversized_items_run_eagerly_among_others() -> None:
-    recorder = Recorder()
-    manager, encoder = make_manager(recorder=recorder)
+    pool = FakePool()
+    manager, encoder = make_manager(pool=pool)
+    encoder.passes.clear()
     items = [make_item(4, 1), make_item(17, 2), make_item(5, 3)]
     for item, output in zip(items, manager.encode(items), strict=True):
         assert torch.equal(output, expected_output(item))
-    assert recorder.replayed == [16]
+    assert pool.replayed == [0]
     assert sorted(len(item_ids) for _, item_ids in encoder.passes) == [16, 17]
     assert manager.statistics.num_items_eager == 1
 
@@ -241,6 +208,7 @@ def test_without_capture_everything_runs_eagerly() -> None:
 
 def test_an_empty_batch() -> None:
     manager, encoder = make_manager()
+    encoder.passes.clear()
     assert manager.encode([]) == []
     assert encoder.passes == []
     assert manager.statistics.hit_share == 0.0
@@ -260,7 +228,7 @@ def test_statistics() -> None:
 
 def test_buffers_are_shared_by_all_budgets() -> None:
     """One set as large as the largest budget, however many graphs there are."""
-    row = WIDTH * 4 + 8 + 4 + WIDTH * 4
+    row = WIDTH * 4 + 8 + 4
     assert make_manager(16, 16)[0].buffer_bytes == make_manager(1, 16)[0].buffer_bytes == 16 * row
 
 
@@ -272,17 +240,29 @@ def test_progress() -> None:
 
 
 def test_a_graph_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder(too_large=frozenset({32, 8}))
+    pool = FakePool(has_memory=lambda number: number not in (0, 2))
     with caplog.at_level(logging.WARNING):
-        manager, _ = make_manager(largest=32, recorder=recorder)
-    assert [record.args[0] for record in caplog.records] == [32, 8]
-    assert "no memory for the encoder's graph of 32 tokens, which is left out" in caplog.messages[0]
+        manager, _ = make_manager(largest=32, pool=pool)
+    assert caplog.messages == [
+        f"no memory for the encoder's graph of {budget} tokens, which is left out" for budget in (32, 8)
+    ]
     assert manager.budgets == (4, 16)
     items = [make_item(count, count) for count in (20, 16, 5)]
     for item, output in zip(items, manager.encode(items), strict=True):
         assert torch.equal(output, expected_output(item))
-    assert recorder.replayed == [16]  # 5 tokens are too few for it, 20 too many
+    assert pool.replayed == [1]  # 5 tokens are too few for it, 20 too many
     assert manager.statistics.num_items_eager == 2
+
+
+def test_another_error_while_capturing_is_not_hidden() -> None:
+    manager = EncoderCudaGraphManager(BrokenEncoder(), smallest=4, largest=8)
+    with pytest.raises(RuntimeError, match="broken"):
+        manager.capture(lambda done, total: None)
+
+
+class BrokenEncoder(SumEncoder):
+    def forward(self, inputs: Mapping[str, Tensor], item_ids: Tensor) -> Tensor:
+        raise RuntimeError("broken")
 
 
 # ---------------------------------------------------------------------------------------------- bad items
@@ -314,6 +294,7 @@ def changed(**inputs: Tensor | None) -> Item:
 )  # fmt: skip
 def test_a_bad_item_is_named_before_anything_is_computed(item: Item, field: str, text: str) -> None:
     manager, encoder = make_manager()
+    encoder.passes.clear()
     with pytest.raises(RequestError) as caught:
         manager.encode([make_item(2), item])
     assert (caught.value.field, caught.value.code) == (field, "bad_request")
