@@ -261,6 +261,19 @@ class ModelRunner:
             nan_rows=broken,
         )
 
+    def rehearse(self, plan: SchedulerOutput) -> None:
+        """Compute a step that nobody asked for: what comes from other stages is made up, and nothing is handed on."""
+        batch = self.prepare(plan)
+        received = None
+        if not self._is_first:
+            received = torch.zeros(batch.num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
+        result = self.execute_model(batch, received)
+        if self._is_last:
+            self.sample_tokens(batch, result)
+        if self._is_first:
+            rows = batch.tokens.rows[batch.tokens.span.samples].tolist()
+            self.accept_tokens(plan.step_id, rows, [0] * len(rows))
+
     def accept_tokens(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
         """First stage: these are the tokens that a step sampled. Every step's are accepted once, also empty ones.
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from ipc.errors import ProtocolError
-from ipc.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from ipc.params import SamplingParams
+from ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ipc.spans import Kind
 from worker.clock import LINK, ROOM, TOKENS, StageClock
 from worker.graphs.dispatcher import Dispatch
@@ -19,9 +16,7 @@ from worker.model_runner import ModelRunner
 from worker.threads import StepThreads, computes_alone
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
-
-WARM_UP_TOKENS = 8
-"""Enough to go through every kernel of a prefill; thread pools and sockets are awake afterwards."""
+from worker.warm_up import first_step, rehearsals
 
 
 class Stage:
@@ -108,31 +103,14 @@ class Stage:
         return None
 
     def warm_up(self, max_model_len: int, block_size: int) -> None:
-        """Run step 0, which nobody asked for, so that kernels, threads and every channel have been used once.
+        """Compute what nobody asked for, step 0 at last, so that kernels, threads and every channel have been used once.
 
         It writes to block 0 and row 0; their first owners write before they read.
         """
-        num_tokens = min(WARM_UP_TOKENS, block_size, max_model_len - 1, self._max_tokens)
-        request = NewRequestData(
-            row=0,
-            request_id="warm-up",
-            token_ids=np.zeros(num_tokens, np.int32),
-            num_prompt_tokens=num_tokens,
-            num_computed_tokens=0,
-            block_ids=([0],) * self._runner.num_groups,
-            params=SamplingParams(temperature=0.0, seed=0),
-        )
-        self.run_step(SchedulerOutput(
-            core_id=0,
-            epoch=0,
-            step_id=0,
-            freed_rows=[],
-            new_requests=(request,),
-            cached_requests=CachedRequestData(),
-            rows=[0],
-            num_scheduled_tokens=[num_tokens],
-            needs_tokens_of_step=0,
-        ))
+        num_groups = self._runner.num_groups
+        for plan in rehearsals(max_model_len, num_groups, block_size):
+            self._runner.rehearse(plan)
+        self.run_step(first_step(max_model_len, num_groups, block_size, self._max_tokens))
         if self._token_inbox is not None:
             self._take_tokens(self._token_inbox, 0)
 

@@ -6,16 +6,16 @@ The pool then gets what is left. On the CPU the pool takes a share of free memor
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from ipc.messages import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
+from ipc.messages import KVCacheConfig, SchedulerOutput
 from ipc.params import SamplingParams
 from worker.memory import memory_for
 from worker.model_runner import ModelRunner
 from worker.settings import WorkerSettings
 from worker.startup import LoadedStage, make_caches
 from worker.topology import Topology
+from worker.warm_up import made_up_plan
 
 CONTEXT_TOKENS = 1 << 16
 """Over all sequences of the decodes measured: as many as an attention backend gathers at once."""
@@ -85,7 +85,7 @@ def run_largest_steps(
             block_size=settings.block_size,
         )  # fmt: skip
         for plan in largest_plans(settings, max_model_len, num_groups=len(stage.kv_groups)):
-            _run(runner, topology, stage, plan)
+            runner.rehearse(plan)
         del runner
         return meter.peak()
 
@@ -104,45 +104,8 @@ def largest_plans(
     context = min(max_model_len, max(2, CONTEXT_TOKENS // num_seqs))
     block_size, freed = settings.block_size, 0
     for step_id, (lengths, scheduled) in enumerate(((many, many), (few, few), ([context] * num_seqs, [1] * num_seqs))):
-        yield _plan(step_id, block_size, num_groups, lengths, scheduled, freed=list(range(freed)))
+        yield made_up_plan(
+            lengths, scheduled, step_id=step_id, freed_rows=list(range(freed)), block_size=block_size,
+            num_groups=num_groups, params=PARAMS,
+        )  # fmt: skip
         freed = len(lengths)
-
-
-def _plan(
-    step_id: int, block_size: int, num_groups: int, lengths: list[int], scheduled: list[int], freed: list[int]
-) -> SchedulerOutput:
-    """New requests of these lengths, of each of which the last tokens are scheduled."""
-    requests = tuple(
-        NewRequestData(
-            row=row,
-            request_id="measured",
-            token_ids=np.zeros(length, np.int32),
-            num_prompt_tokens=length,
-            num_computed_tokens=length - num_scheduled,
-            block_ids=([0] * -(-length // block_size),) * num_groups,
-            params=PARAMS,
-        )
-        for row, (length, num_scheduled) in enumerate(zip(lengths, scheduled, strict=True))
-    )
-    return SchedulerOutput(
-        core_id=0,
-        epoch=0,
-        step_id=step_id,
-        freed_rows=freed,
-        new_requests=requests,
-        cached_requests=CachedRequestData(),
-        rows=list(range(len(requests))),
-        num_scheduled_tokens=scheduled,
-        needs_tokens_of_step=0,
-    )
-
-
-def _run(runner: ModelRunner, topology: Topology, stage: LoadedStage, plan: SchedulerOutput) -> None:
-    batch = runner.prepare(plan)
-    received = None
-    if not topology.is_first:
-        (part, *_) = stage.model.boundary()
-        received = torch.zeros(batch.num_tokens, part.width, dtype=part.dtype, device=stage.device)
-    result = runner.execute_model(batch, received)
-    if topology.is_last:
-        runner.sample_tokens(batch, result)

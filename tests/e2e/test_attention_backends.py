@@ -47,7 +47,7 @@ def test_number_2_the_demo_model_on_each_backend(
 ) -> None:
     flags = [
         "--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "800", "--attention-backend", backend,
-        "--max-num-seqs", "16",
+        "--max-num-seqs", "16", "--health-timeout", "300",
     ]  # fmt: skip
     with serve(demo_model, flags=flags) as engine:
         expected = [stored(entry) for entry in golden.prompts]
