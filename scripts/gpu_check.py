@@ -3,8 +3,8 @@
     python -m scripts.gpu_check MODEL [--device cpu]
 
 Starts MODEL (a folder or a .gguf file) in float32 with two stages, several times in turn: on the CPU, which is the
-reference; on one GPU, which the stages share, staged through host memory; and with two GPUs by NCCL. Each gets the same
-greedy requests. A token may differ from the reference only where the reference itself hardly preferred its own.
+reference; on one GPU, which the stages share, staged through host memory, without graphs and with them; and with two GPUs by
+NCCL. Each gets the same greedy requests. A token may differ from the reference only where the reference itself hardly preferred its own.
 
 Exit code 0 when all agree, 1 when some do not or did not start, 2 without a GPU. With --device cpu all of them run on the
 CPU, to try this script itself.
@@ -71,8 +71,14 @@ def cases_for(device: str, num_gpus: int) -> list[Case]:
     """The reference first."""
     reference = Case(name="CPU, gloo", flags=("--device", "cpu", "--transport", "gloo"), gpus="")
     if device == "cpu":
-        return [reference, Case(name="CPU, staged", flags=("--device", "cpu", "--transport", "staged"), gpus="")]
-    cases = [reference, Case(name="one GPU, staged", flags=("--device", "cuda", "--transport", "staged"), gpus="0")]
+        staged = ("--device", "cpu", "--transport", "staged")
+        return [reference, Case(name="CPU, staged, graphs", flags=(*staged, "--cudagraph-mode", "full_and_piecewise"), gpus="")]
+    on_one = ("--device", "cuda", "--transport", "staged")
+    cases = [
+        reference,
+        Case(name="one GPU, staged, eager", flags=(*on_one, "--cudagraph-mode", "none"), gpus="0"),
+        Case(name="one GPU, staged", flags=on_one, gpus="0"),
+    ]
     if num_gpus >= NUM_STAGES:
         cases.append(Case(name="two GPUs, staged", flags=("--device", "cuda", "--transport", "staged"), gpus="0,1"))
         cases.append(Case(name="two GPUs, NCCL", flags=("--device", "cuda", "--transport", "nccl"), gpus="0,1"))

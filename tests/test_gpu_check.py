@@ -21,11 +21,12 @@ def answer(*token_ids: int, gap: float = 1.0, logprob: float = -0.5) -> Answer:
 
 
 def test_which_cases_there_are() -> None:
-    assert [case.name for case in cases_for("cuda", 1)] == ["CPU, gloo", "one GPU, staged"]
-    assert [case.name for case in cases_for("cuda", 4)][2:] == ["two GPUs, staged", "two GPUs, NCCL"]
-    assert [(case.gpus, case.flags[-1]) for case in cases_for("cuda", 2)] == [
-        ("", "gloo"), ("0", "staged"), ("0,1", "staged"), ("0,1", "nccl")
+    assert [case.name for case in cases_for("cuda", 1)] == ["CPU, gloo", "one GPU, staged, eager", "one GPU, staged"]
+    assert [case.name for case in cases_for("cuda", 4)][3:] == ["two GPUs, staged", "two GPUs, NCCL"]
+    assert [(case.gpus, case.flags[3]) for case in cases_for("cuda", 2)] == [
+        ("", "gloo"), ("0", "staged"), ("0", "staged"), ("0,1", "staged"), ("0,1", "nccl")
     ]  # fmt: skip
+    assert [case.name for case in cases_for("cuda", 2) if "none" in case.flags] == ["one GPU, staged, eager"]
     assert [case.flags[1] for case in cases_for("cpu", 0)] == ["cpu", "cpu"]
 
 
@@ -64,7 +65,7 @@ def test_the_whole_of_it_on_the_cpu(checkpoints: Checkpoints) -> None:
     done = CliRunner().invoke(gpu_check.main, [str(checkpoints.fx_r), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert [line.partition(";")[0] for line in lines[1:]] == ["CPU, gloo: same tokens", "CPU, staged: same tokens"]
+    assert [line.partition(";")[0] for line in lines[1:]] == ["CPU, gloo: same tokens", "CPU, staged, graphs: same tokens"]
 
 
 @pytest.mark.e2e

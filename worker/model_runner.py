@@ -262,7 +262,10 @@ class ModelRunner:
         )
 
     def rehearse(self, plan: SchedulerOutput) -> None:
-        """Compute a step that nobody asked for: what comes from other stages is made up, and nothing is handed on."""
+        """Compute a step that nobody asked for: what comes from other stages is made up, and nothing is handed on.
+
+        Not behind ``capture_graphs``: graphs know no other activations than those of receive buffers.
+        """
         batch = self.prepare(plan)
         received = None
         if not self._is_first:

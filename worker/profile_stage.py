@@ -161,9 +161,10 @@ class _Bench:
         self._random = torch.Generator().manual_seed(0)
 
         def build(layers: range, *, is_first: bool = False, is_last: bool = False) -> StageModel:
-            return self._filled(build_stage(
+            stage = build_stage(
                 config, layers, is_first=is_first, is_last=is_last, dtype=dtype, device=device, backend=backend
-            ))
+            )
+            return fill_with_noise(stage, self._random)
 
         front = min(num_layers, PREFILL_LAYERS)
         self._first = build(range(0, front), is_first=True)
@@ -234,14 +235,6 @@ class _Bench:
         torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _filled(self, stage: StageModel) -> StageModel:
-        for slot in stage.weight_slots().values():
-            # One row for all: drawing millions of numbers takes longer than what is to be measured.
-            row = torch.randn(slot.shape[-1], generator=self._random) * _SPREAD
-            slot.load((row if len(slot.shape) > 1 else torch.ones_like(row)).expand(slot.shape))
-        stage.prepare()
-        return stage
-
     def _step(
         self,
         kind: str,
@@ -280,6 +273,16 @@ class _Bench:
             last_tokens=(torch.arange(1, num_seqs + 1) * num_new - 1).to(self._device),
             samplings=tuple(_sampling(rows, heat, length, self._device) for rows, heat in counts if rows),
         )
+
+
+def fill_with_noise(stage: StageModel, random: torch.Generator) -> StageModel:
+    """Give it small weights, ready to compute; the same stage."""
+    for slot in stage.weight_slots().values():
+        # One row for all: drawing millions of numbers takes longer than what is to be measured.
+        row = torch.randn(slot.shape[-1], generator=random) * _SPREAD
+        slot.load((row if len(slot.shape) > 1 else torch.ones_like(row)).expand(slot.shape))
+    stage.prepare()
+    return stage
 
 
 def _sampling(num_rows: int, temperature: float, position: int, device: torch.device) -> SamplingBatch:

@@ -1,16 +1,22 @@
-"""How much memory does a step take beside weights and cache? On a GPU that is measured, by running the largest steps.
+"""How much memory do steps and their graphs take beside weights and cache? On a GPU that is measured, by running the
+largest steps and capturing a few.
 
 The pool then gets what is left. On the CPU the pool takes a share of free memory that leaves room for any step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ipc.messages import KVCacheConfig, SchedulerOutput
 from ipc.params import SamplingParams
-from worker.memory import memory_for
+from worker.graphs.dispatcher import Dispatch
+from worker.graphs.graph import make_pool
+from worker.links.link import NUM_DEVICE_BUFFERS
+from worker.memory import free_memory, memory_for
 from worker.model_runner import ModelRunner
 from worker.settings import WorkerSettings
 from worker.startup import LoadedStage, make_caches
@@ -32,6 +38,9 @@ class MemoryMeter(Protocol):
     def peak(self) -> int:
         """Most bytes taken at once since ``start``, beyond what was taken then."""
 
+    def free(self) -> int:
+        """Bytes that nobody holds."""
+
 
 class CudaMeter:
     """Counts what torch took from the device, its allocator's gaps included."""
@@ -52,9 +61,17 @@ class CudaMeter:
         torch.cuda.empty_cache()
         return taken
 
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return free_memory(self._device)
+
 
 def measure_step_bytes(settings: WorkerSettings, topology: Topology, stage: LoadedStage) -> int:
-    """Bytes of the device that the largest steps take; 0 on the CPU. Raises ConfigError when there is no memory for them."""
+    """Bytes of the device that the largest steps and all graphs take; 0 on the CPU.
+
+    Raises ConfigError when there is no memory for the steps.
+    """
     if stage.device.type != "cuda":
         return 0
     return run_largest_steps(settings, topology, stage, CudaMeter(stage.device))
@@ -63,9 +80,9 @@ def measure_step_bytes(settings: WorkerSettings, topology: Topology, stage: Load
 def run_largest_steps(
     settings: WorkerSettings, topology: Topology, stage: LoadedStage, meter: MemoryMeter
 ) -> int:
-    """Run a step of prompts and one of decodes, as large as the flags allow; returns the meter's peak."""
+    """Run a step of prompts and one of decodes, as large as the flags allow; returns the meter's peak, and what graphs add."""
     config = settings.config
-    max_model_len = min(settings.max_model_len or config.max_position_embeddings, CONTEXT_TOKENS)
+    max_model_len = settings.max_model_len or config.max_position_embeddings
     with memory_for("--max-num-batched-tokens", f"a step of {settings.max_num_batched_tokens} tokens", "give fewer"):
         meter.start()
         runner = ModelRunner(
@@ -84,10 +101,46 @@ def run_largest_steps(
             max_model_len=max_model_len,
             block_size=settings.block_size,
         )  # fmt: skip
-        for plan in largest_plans(settings, max_model_len, num_groups=len(stage.kv_groups)):
+        for plan in largest_plans(settings, min(max_model_len, CONTEXT_TOKENS), num_groups=len(stage.kv_groups)):
             runner.rehearse(plan)
-        del runner
-        return meter.peak()
+        return meter.peak() + graph_bytes(runner, topology, stage, meter)
+
+
+def graph_bytes(runner: ModelRunner, topology: Topology, stage: LoadedStage, meter: MemoryMeter) -> int:
+    """What all of the stage's graphs will take, about.
+
+    The largest of a kind takes what is computed inside, which the others find again in the pool that they share; each of
+    these takes as much as the second.
+    """
+    return sum(_bytes_of_kind(runner, topology, stage, meter, shapes) for shapes in _kinds(stage.graph_shapes))
+
+
+def _kinds(shapes: Sequence[Dispatch]) -> list[list[Dispatch]]:
+    kinds: dict[tuple[object, bool], list[Dispatch]] = {}
+    for shape in shapes:
+        kinds.setdefault((shape.mode, shape.descriptor.is_uniform_decode), []).append(shape)
+    return list(kinds.values())
+
+
+def _bytes_of_kind(
+    runner: ModelRunner, topology: Topology, stage: LoadedStage, meter: MemoryMeter, shapes: Sequence[Dispatch]
+) -> int:
+    buffers: list[Tensor] = []
+    if not topology.is_first:
+        (part, *_) = stage.model.boundary()
+        largest = shapes[0].descriptor.num_tokens
+        buffers = [
+            torch.zeros(largest, part.width, dtype=part.dtype, device=stage.device) for _ in range(NUM_DEVICE_BUFFERS)
+        ]
+    left = [meter.free()]
+    runner.capture_graphs(
+        shapes[:2],
+        receive_buffers=buffers,
+        pool=make_pool(stage.device),
+        progress=lambda done, total: left.append(meter.free()),
+    )
+    taken = [max(0, before - after) for before, after in pairwise(left)]
+    return taken[0] + taken[-1] * (len(shapes) - 1)
 
 
 def largest_plans(

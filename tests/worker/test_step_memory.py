@@ -5,6 +5,7 @@ import torch
 
 from ipc.errors import ConfigError
 from tests.families import random_family
+from tests.native import INSTRUCTION_SETS
 from tests.worker.pipeline import settings_for
 from worker.model_runner import ModelRunner
 from worker.startup import load_stage
@@ -22,6 +23,22 @@ class FakeMeter:
     def peak(self) -> int:
         self.calls.append("peak")
         return 123
+
+    def free(self) -> int:
+        raise AssertionError("nothing is captured")
+
+
+class SeriesMeter(FakeMeter):
+    """Between two questions about free memory a tenth is taken of what was taken between the two before."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.left, self.taken = 10**6, [0, first]
+
+    def free(self) -> int:
+        self.left -= self.taken[0]
+        self.taken = [self.taken[1], self.taken[1] // 10]
+        return self.left
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -66,6 +83,28 @@ def test_steps_are_as_large_as_flags_allow(checkpoints, max_num_seqs, max_tokens
     assert [plan.step_id for plan in plans] == [0, 1, 2]
     ends = [len(request.token_ids) for request in plans[2].new_requests]
     assert ends == [max_model_len] * len(ends)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "expected"),
+    [
+        # The largest, and as much as the second takes for each of the others.
+        ("piecewise", (2, 4, 6, 8), 5000 + 3 * 500),
+        ("piecewise", (8,), 5000),
+        # Two kinds; what is taken between them is not theirs.
+        ("full_and_piecewise", (4, 8), 5000 + 500 + 5),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_all_graphs_is_told_by_the_largest(checkpoints, rank, mode, sizes, expected):
+    if mode != "piecewise" and not INSTRUCTION_SETS:
+        pytest.skip("no compiler when this was installed")
+    settings = settings_for(
+        checkpoints.fx_r, rank=rank, world_size=2, max_num_batched_tokens=70, cudagraph_mode=mode,
+        cudagraph_capture_sizes=sizes,
+    )  # fmt: skip
+    topology, meter = Topology(rank=rank, num_stages=2), SeriesMeter(5000)
+    assert run_largest_steps(settings, topology, load_stage(settings, topology), meter) == 123 + expected
 
 
 def test_without_memory_for_a_step_the_option_is_named(checkpoints, monkeypatch):
