@@ -35,18 +35,18 @@ class LoneStage:
         self._config = read_model_config(job.model)
         self._topology = Topology(rank=job.stage, num_stages=job.num_stages)
         settings = self._settings()
-        self._loaded: LoadedStage = load_stage(settings, self._topology)
-        self._caches = make_caches(settings, self._loaded, KVCacheConfig(
+        self.loaded: LoadedStage = load_stage(settings, self._topology)
+        self._caches = make_caches(settings, self.loaded, KVCacheConfig(
             core_id=0, epoch=1, num_blocks=job.num_blocks, block_size=job.block_size, max_model_len=job.max_model_len,
-            groups=self._loaded.kv_groups,
+            groups=self.loaded.kv_groups,
         ))  # fmt: skip
         shape = (job.max_num_batched_tokens, self._config.hidden_size)
         generator = torch.Generator().manual_seed(job.stage)
-        self._activations = torch.randn(shape, generator=generator).to(self._loaded.dtype)
+        self._activations = torch.randn(shape, generator=generator).to(self.loaded.dtype)
 
     def run(self, steps: Steps) -> list[float]:
         """Seconds from the start to the end of each step, which are those of a new epoch."""
-        runner = self._runner()
+        runner = self.runner()
         is_first, is_last = self._topology.is_first, self._topology.is_last
         returned: deque[ModelRunnerOutput] = deque()
         ends = []
@@ -65,11 +65,9 @@ class LoneStage:
             ends.append(time.perf_counter() - start)
         return ends
 
-    def _received(self, num_tokens: int) -> Tensor | None:
-        return None if self._topology.is_first else self._activations[:num_tokens]
-
-    def _runner(self) -> ModelRunner:
-        job, loaded = self._job, self._loaded
+    def runner(self) -> ModelRunner:
+        """A new one, to which no row is known yet; its steps begin anew."""
+        job, loaded = self._job, self.loaded
         return ModelRunner(
             loaded.model,
             loaded.backend,
@@ -83,6 +81,9 @@ class LoneStage:
             max_model_len=job.max_model_len,
             block_size=job.block_size,
         )
+
+    def _received(self, num_tokens: int) -> Tensor | None:
+        return None if self._topology.is_first else self._activations[:num_tokens]
 
     def _settings(self) -> WorkerSettings:
         job = self._job
