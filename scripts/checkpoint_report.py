@@ -20,7 +20,15 @@ from ipc.errors import ConfigError
 from ipc.messages import WorkerLoaded
 from scripts.tokenizer_kind import tokenizer_kind
 from worker.attention import AttentionBackend, AttentionNeeds, select_backend
-from worker.auto_partition import Place, PoolLimits, bytes_per_block, explain, memory_of, why_even
+from worker.auto_partition import (
+    Place,
+    PoolLimits,
+    bytes_per_block,
+    engine_seconds,
+    explain,
+    memory_of,
+    why_even,
+)
 from worker.device import choose_num_threads, resolve_device, resolve_dtype
 from worker.kv_groups import kv_groups, num_cache_tensors
 from worker.memory import free_memory
@@ -179,7 +187,8 @@ def _choose(inspection: _Inspection) -> tuple[Split, dict[str, Any]]:
         reason = why_even(config, options.num_stages, inspection.sizes) or _why_not_measured(inspection)
         chosen["reason"] = reason or "measured"
         if reason is None:
-            costs = _measure(inspection)
+            engine_s = engine_seconds(inspection.places, inspection.device, torch.get_num_threads())
+            costs = _measure(inspection).beside_engine(engine_s)
             memory = memory_of(
                 config, inspection.sizes, inspection.places, _limits(inspection), dtype=inspection.dtype,
                 backend=inspection.backend,

@@ -132,7 +132,7 @@ def test_auto_is_measured_where_that_makes_sense(checkpoints: Checkpoints, tmp_p
     assert (partition["asked"], partition["reason"]) == ("auto", "measured")
     assert sum(partition["layers"]) == 5
     for kind in ("decode", "prefill"):
-        assert set(partition["costs"][kind]) == {"layer", "embedding", "head", "sampler", "waiting"}
+        assert set(partition["costs"][kind]) == {"layer", "embedding", "head", "sampler", "engine", "waiting"}
         assert min(partition["costs"][kind]["waiting"]) == 0
         assert len(partition["costs"][kind]["waiting"]) == 2
     text = run(model, "--pp", 2).stdout

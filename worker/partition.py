@@ -5,7 +5,7 @@ it is pure, so that it can be tried on costs made by hand.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ipc.errors import ConfigError
@@ -56,16 +56,24 @@ class StepCosts:
 
     sampler: float
 
+    engine: float = 0.0
+    """What the core's process and the threads of its sockets take of the last stage's processor, whose output wakes them."""
+
     def __post_init__(self) -> None:
-        if not self.layers or min(*self.layers, self.embedding, self.head, self.sampler) < 0:
+        if not self.layers or min(*self.layers, self.embedding, self.head, self.sampler, self.engine) < 0:
             raise ValueError(f"costs must be at least 0 and name a layer, got {self}")
 
     def of_stages(self, split: Split) -> tuple[float, ...]:
-        """Seconds on each stage: the first one embeds, the last one has head and sampler."""
+        """Seconds on each stage: the first one embeds, the last one has head and sampler, and the engine beside it."""
         seconds = [sum(self.layers[stage.start : stage.stop]) for stage in split]
         seconds[0] += self.embedding
-        seconds[-1] += self.head + self.sampler
+        seconds[-1] += self.last
         return tuple(seconds)
+
+    @property
+    def last(self) -> float:
+        """Seconds on the last stage besides its layers."""
+        return self.head + self.sampler + self.engine
 
     def waiting(self, split: Split) -> tuple[float, ...]:
         """Share of its time that each stage waits for the slowest one when every step is of this kind."""
@@ -125,7 +133,12 @@ class ModelCosts:
             embedding=mixed(self.decode.embedding, self.prefill.embedding),
             head=mixed(self.decode.head, self.prefill.head),
             sampler=mixed(self.decode.sampler, self.prefill.sampler),
+            engine=mixed(self.decode.engine, self.prefill.engine),
         )
+
+    def beside_engine(self, seconds: float) -> "ModelCosts":
+        """The same where the engine's own work per step takes so much of the last stage's processor."""
+        return ModelCosts(decode=replace(self.decode, engine=seconds), prefill=replace(self.prefill, engine=seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +322,7 @@ class _Search:
         if stage == 0:
             seconds += self.price.embedding
         if stage == self.num_stages - 1:
-            seconds += self.price.head + self.price.sampler
+            seconds += self.price.last
         return seconds
 
 

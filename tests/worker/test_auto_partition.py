@@ -1,6 +1,7 @@
 """Do all ranks take the split that rank 0 measured, does it say why, and when is nothing measured?"""
 
 import logging
+import os
 import random
 import threading
 import time
@@ -24,8 +25,17 @@ from tests.worker.fake_core import FakeCore
 from tests.worker.pipeline import Plans, settings_for, tokens_of
 from worker import auto_partition
 from worker.attention import AttentionNeeds, select_backend
-from worker.auto_partition import KV_MEMORY_SHARE, Place, PoolLimits, agree_on_split, explain, memory_of
-from worker.partition import MIX, ModelCosts, Split, StepCosts, sizes_of, split_layers
+from worker.auto_partition import (
+    ENGINE_S,
+    KV_MEMORY_SHARE,
+    Place,
+    PoolLimits,
+    agree_on_split,
+    engine_seconds,
+    explain,
+    memory_of,
+)
+from worker.partition import MIX, ModelCosts, Split, StepCosts, choose_split, sizes_of, split_layers
 from worker.profile_stage import PartBytes, bytes_to_measure, measure_costs, part_bytes
 from worker.settings import WorkerSettings
 
@@ -130,6 +140,7 @@ def test_the_log_gives_the_split_its_costs_and_the_waiting(
     decode = StepCosts(layers=(1e-3,) * 5, embedding=1e-5, head=3e-3, sampler=1e-3)
     prefill = StepCosts(layers=(2e-3,) * 5, embedding=1e-5, head=0.0, sampler=0.0)
     monkeypatch.setattr(auto_partition, "measure_costs", lambda *_, **__: ModelCosts(decode=decode, prefill=prefill))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     with caplog.at_level(logging.INFO):
         splits = agree_all(model, 2, num_kv_blocks=10)
     assert sizes_of(splits[0]) == "4,1"  # type: ignore[arg-type]
@@ -139,6 +150,24 @@ def test_the_log_gives_the_split_its_costs_and_the_waiting(
     assert "stages 4,1 wait 20% / 0% of a decode step, 0% / 75% of a prefill step" in text
     assert "faster than 3,2; KV pool 10 blocks either way" in text
     assert "pipeline partition 4,1 (auto, measured in" in text
+
+
+def test_the_engine_takes_of_the_last_stage_where_no_core_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Place(name="a/cpu", free_bytes=1), Place(name="b/cpu", free_bytes=1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5, 6})
+    assert engine_seconds([here, here], CPU, 2) == ENGINE_S > 0
+    assert engine_seconds([here, here], CPU, 1) == 0
+    assert engine_seconds([here, here, there], CPU, 2) == 0
+    assert engine_seconds([here, there, here], CPU, 2) == ENGINE_S
+    assert engine_seconds([here, here], torch.device("cuda", 0), 2) == 0
+
+
+def test_the_engines_work_moves_a_layer_forward() -> None:
+    step = StepCosts(layers=(1e-3,) * 6, embedding=0.0, head=2e-3, sampler=0.0)
+    costs = ModelCosts(decode=step, prefill=step)
+    assert sizes_of(choose_split(costs, 6, 2, MIX)) == "4,2"
+    assert sizes_of(choose_split(costs.beside_engine(1.5e-3), 6, 2, MIX)) == "5,1"
+    assert costs.beside_engine(1.5e-3).decode.of_stages(split_layers(6, 2, "5,1")) == pytest.approx((5e-3, 4.5e-3))
 
 
 @pytest.mark.parametrize("partition", ["even", "3,2"])
