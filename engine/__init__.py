@@ -4,5 +4,6 @@ from engine.aclient import AsyncClient
 from engine.client import Client
 from engine.outputs import Output, TokenLogprob, Usage
 from ipc.params import SamplingParams
+from ipc.structured import StructuredOutput
 
-__all__ = ["AsyncClient", "Client", "Output", "SamplingParams", "TokenLogprob", "Usage"]
+__all__ = ["AsyncClient", "Client", "Output", "SamplingParams", "StructuredOutput", "TokenLogprob", "Usage"]

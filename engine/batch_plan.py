@@ -71,6 +71,7 @@ class BatchPlan:
         counts = [entry[1] for entry in entries]
         samples: list[bool] = []
         needs = self._needs_tokens_of_step
+        constrained: list[tuple[Request, int, int]] = []
         attention = 0
         for request, num_tokens, _ in entries:
             context = request.num_scheduled_tokens
@@ -86,6 +87,8 @@ class BatchPlan:
                 if request.sampled_by_step > needs:
                     needs = request.sampled_by_step
                 request.sampled_by_step = step_id
+                if request.grammar is not None:
+                    constrained.append((request, request.row, end))
         output = SchedulerOutput(
             core_id=identity.core_id,
             epoch=identity.epoch,
@@ -96,9 +99,10 @@ class BatchPlan:
             rows=rows,
             num_scheduled_tokens=counts,
             needs_tokens_of_step=needs,
+            has_grammar=bool(constrained),
         )
         shape = StepShape(len(rows), sum(counts), attention, True in samples)
-        return output, InFlightStep(step_id, requests, rows, counts, samples, shape)
+        return output, InFlightStep(step_id, requests, rows, counts, samples, shape, constrained)
 
 
 def _deltas(entries: list[PlanEntry], num_groups: int) -> CachedRequestData:

@@ -22,10 +22,11 @@ from engine.config import CoreConfig, ModelFiles
 from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway, check_request
-from engine.kv_spec import spec_of
-from engine.policies import Deadlines, SchedulingPolicy, check_queue_room
-from engine.request import ClientId, Request
-from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
+from engine.grammar_compiler import GrammarCompiler, load_vocabulary
+from engine.policies import Deadlines, check_queue_room
+from engine.request import AnswerGrammar, ClientId, Request
+from engine.scheduler import RequestProgress, Scheduler, SchedulerStats
+from engine.scheduler_config import scheduler_config_of
 from engine.timeline import Timelines, core_values, stage_values
 from ipc.channel import open_socket
 from ipc.codec import Frame, encode
@@ -94,6 +95,8 @@ class EngineCore:
         """The same, encoded once: it holds the tokenizer."""
         self._queue: deque[Request] = deque()
         """Accepted while no epoch was ready."""
+        self._grammars = GrammarCompiler(lambda: load_vocabulary(files, config.vocab_size, config.eos_token_ids))
+        """Has the requests whose grammar isn't ready yet; neither queue nor scheduler knows of them."""
         self._requests: dict[tuple[ClientId, str], Request] = {}
         """Every open request; leaving it is what makes a final message final."""
         self._waiting_to_attach: set[ClientId] = set()
@@ -126,7 +129,7 @@ class EngineCore:
     def run(self) -> int:
         """Serve until the agent is gone; returns the exit code."""
         self._watch_signals()
-        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup):
+        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup, self._grammars.fd):
             self._poller.register(source, zmq.POLLIN)
         exit_code = 0
         try:
@@ -155,12 +158,15 @@ class EngineCore:
                 self._on_event(event)
         for event in self._executor.end_silent_epoch():
             self._on_event(event)
+        for request, outcome in self._grammars.take_done():
+            self._on_compiled(request, outcome)
         self._schedule()
         self._recorder.doing(Kind.OTHER, NO_STEP)
         self._timelines.answer_overdue()
         for client in self._gateway.take_lost():
             self._drop_client(client)
         self._check_deadlines()
+        self._send_masks()
 
     def _schedule(self) -> None:
         self._recorder.doing(Kind.SCHEDULE, NO_STEP)
@@ -170,10 +176,21 @@ class EngineCore:
                 self._on_event(event)
             self._recorder.doing(Kind.SCHEDULE, NO_STEP)
 
+    def _send_masks(self) -> None:
+        """After the plans, so that stages compute meanwhile; and after all that may have ended requests in this turn."""
+        if self._scheduler is None:
+            return
+        for masks in self._scheduler.take_masks():
+            self._recorder.doing(Kind.MASKS, masks.step_id)
+            for event in self._executor.send_masks(masks):
+                self._on_event(event)
+            self._recorder.doing(Kind.OTHER, NO_STEP)
+
     def _poll_timeout_ms(self) -> int | None:
         possible = (
             self._drain_deadline, self._agent_deadline, self._executor.deadline(), self._deadlines.nearest(),
             self._timelines.deadline(),
+            self._grammars.deadline(),
         )
         deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
@@ -214,6 +231,7 @@ class EngineCore:
         if self._drain_deadline is not None and (not self._requests or now >= self._drain_deadline):
             self._drain_deadline = None
             self._fail_all(RequestError("the engine is shutting down", code="unavailable"))
+            self._send_masks()
             if self._executor.phase is Phase.READY:
                 self._executor.shut_down("drained")
                 self._agent_deadline = now + AGENT_GRACE_S
@@ -277,23 +295,7 @@ class EngineCore:
         config = self._config
         self._costs = FittedCosts(config.num_stages, self._costs.coefficients)
         self._scheduler = Scheduler(
-            SchedulerConfig(
-                num_stages=config.num_stages,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=event.plan.max_model_len,
-                block_size=config.block_size,
-                num_blocks=event.plan.num_blocks,
-                eos_token_ids=frozenset(config.eos_token_ids),
-                kv_groups=tuple(map(spec_of, event.plan.groups)),
-                prefix_caching=config.prefix_caching,
-                policy=SchedulingPolicy(config.scheduling_policy),
-                async_scheduling=config.async_scheduling,
-                num_cohorts=config.num_cohorts,
-                is_greedy=config.single_batch,
-                max_steps_in_flight=1 if config.single_batch else None,
-                prefill_share=config.prefill_share,
-            ),
+            scheduler_config_of(config, event.plan),
             core_id=self._core_id,
             epoch=event.epoch,
             costs=self._costs,
@@ -391,6 +393,7 @@ class EngineCore:
         if params.cache_salt is not None:
             cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
             params = replace(params, cache_salt=None)  # workers have no use for it
+        structured, params = params.structured, replace(params, structured=None)  # workers get masks
         now = time.monotonic()
         request = Request(
             request_id=message.request_id,
@@ -405,12 +408,39 @@ class EngineCore:
             deadline=None if message.timeout_s is None else now + message.timeout_s,
             cache_key_parts=cache_key_parts,
         )
+        if structured is not None:
+            self._grammars.submit(request, structured)
+        else:
+            self._enqueue(request)
+        self._requests[key] = request
+        self._deadlines.add(request)
+
+    def _on_compiled(self, request: Request, outcome: AnswerGrammar | RequestError) -> None:
+        try:
+            if isinstance(outcome, RequestError):
+                raise outcome
+            request.grammar = outcome
+            if outcome.is_complete:
+                self._send_output(request, RequestProgress(request=request, new_token_ids=[]), finish_reason="stop")
+            else:
+                self._enqueue(request)
+        except RequestError as error:
+            self._fail(request, error)
+
+    def _enqueue(self, request: Request) -> None:
         if self._scheduler is None:
             self._queue.append(request)
         else:
             self._scheduler.add(request)
-        self._requests[key] = request
-        self._deadlines.add(request)
+
+    def _withdraw(self, request: Request, reason: str) -> None:
+        """Take an open request out of wherever it is."""
+        if self._grammars.cancel(request):
+            return
+        if self._scheduler is None:
+            self._queue.remove(request)
+        else:
+            self._scheduler.finish(request, reason)
 
     def _num_waiting_tokens(self) -> int:
         if self._scheduler is None:
@@ -418,19 +448,21 @@ class EngineCore:
         return self._scheduler.num_waiting_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
-        if self._scheduler is None:
-            self._queue.remove(request)
-        else:
-            self._scheduler.finish(request, reason)
+        self._withdraw(request, reason)
         self._send_output(request, RequestProgress(request=request, new_token_ids=[]), finish_reason=reason)
 
     def _report(self, progress: RequestProgress) -> None:
-        if progress.request.is_closed:
+        request = progress.request
+        if request.is_closed:
             return
         if progress.error is not None:
-            self._fail(progress.request, progress.error)
-        else:
-            self._send_output(progress.request, progress, finish_reason=progress.request.finish_reason)
+            self._fail(request, progress.error)
+            return
+        if request.grammar is not None and request.grammar.is_complete and progress.new_token_ids:
+            # With "stop", the last token of a message is the one that ended the answer. Here it is a part of it.
+            self._tell(request, progress, None)
+            progress = RequestProgress(request=request, new_token_ids=[])
+        self._send_output(request, progress, finish_reason=request.finish_reason)
 
     def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
         if finish_reason is not None:
@@ -438,6 +470,9 @@ class EngineCore:
         elif request.takes_updates and request.is_introduced and not (progress.logprobs or progress.prompt_logprobs):
             self._gateway.update(request, progress.new_token_ids)
             return
+        self._tell(request, progress, finish_reason)
+
+    def _tell(self, request: Request, progress: RequestProgress, finish_reason: str | None) -> None:
         request.is_introduced = True
         self._gateway.send(request.client, RequestOutput(
             core_id=self._core_id,
@@ -465,18 +500,13 @@ class EngineCore:
 
     def _fail_all(self, error: RequestError) -> None:
         for request in list(self._requests.values()):
-            if self._scheduler is not None:
-                self._scheduler.finish(request, "abort")
+            self._withdraw(request, "abort")
             self._fail(request, error)
-        self._queue.clear()
 
     def _drop_client(self, client: ClientId) -> None:
         gone = [request for (owner, _), request in self._requests.items() if owner == client]
         for request in gone:
-            if self._scheduler is None:
-                self._queue.remove(request)
-            else:
-                self._scheduler.finish(request, "abort")
+            self._withdraw(request, "abort")
             self._close(request)
         if gone:
             logger.info("a client is gone; %d of its requests were ended", len(gone))

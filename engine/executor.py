@@ -31,6 +31,7 @@ from ipc.messages import (
     Control,
     ControlReply,
     EpochStart,
+    GrammarOutput,
     Heartbeat,
     KVCacheConfig,
     ModelRunnerOutput,
@@ -192,11 +193,14 @@ class Executor:
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
         frames = encode(plan)
-        for rank, member in self._members.items():
-            assert member.steps_identity is not None, "every rank is ready"
-            if not try_send(self._socket, [member.steps_identity, *frames]):
-                return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
+        for rank in self._members:
+            if events := self._send_for_steps(rank, frames):
+                return events
         return []
+
+    def send_masks(self, masks: GrammarOutput) -> list[Event]:
+        """Send a step's masks to the last stage, which alone samples."""
+        return self._send_for_steps(self._config.num_stages - 1, encode(masks))
 
     def shut_down(self, reason: str, *, exit_code: int = 0) -> None:
         """Ask every rank that was heard of to end with this exit code: behind the steps that it was sent, or at a deadline."""
@@ -366,6 +370,16 @@ class Executor:
             if not try_send(self._socket, [member.identity, *frames]):
                 return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
         return []
+
+    def _send_for_steps(self, rank: int, frames: list[Frame]) -> list[Event]:
+        """To the socket on which the rank waits for steps."""
+        member = self._members.get(rank)
+        if member is None:
+            return []  # the epoch has ended
+        assert member.steps_identity is not None, "every rank is ready"
+        if try_send(self._socket, [member.steps_identity, *frames]):
+            return []
+        return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
 
     def _send(self, member: _Member, message: object) -> list[Event]:
         if try_send(self._socket, [member.identity, *encode(message)]):

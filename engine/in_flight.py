@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.cost_model import StepShape
 from engine.request import Request
@@ -20,6 +20,8 @@ class InFlightStep:
     samples: list[bool]
     """True where the step reaches the last token, known or promised by an earlier step, so that the row samples."""
     shape: StepShape
+    constrained: list[tuple[Request, int, int]] = field(default_factory=list)
+    """Of the rows that sample, those with a grammar: whose, which row, and how many tokens stand before the sampled one."""
     tag: tuple[int, int] | None = None
     """What pacing wants to hear again when the step returns."""
 

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ipc.messages import IdBuffer
+from ipc.messages import IdBuffer, MaskBuffer
 from ipc.params import SamplingParams
 
 NO_ROW = -1
@@ -39,6 +39,21 @@ class RequestStatus(Enum):
     """Over: holds nothing, and whatever is still in flight for it is discarded."""
 
 
+class AnswerGrammar(Protocol):
+    """What a request's answer must look like, followed token by token; of one request alone, through all of its lives."""
+
+    @property
+    def is_complete(self) -> bool:
+        """The answer is whole: nothing but an end token may follow."""
+
+    @property
+    def mask(self) -> MaskBuffer:
+        """Which tokens may come next; meaningless once it is complete. A new array after each token."""
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with this token. Raises RequestError when the grammar does not allow it."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One request from arrival to its end. Everything below ``arrival_time`` belongs to the scheduler.
@@ -65,6 +80,8 @@ class Request:
     cache_key_parts: tuple[tuple[int, bytes], ...] = ()
     """Beside tokens, what decides the content of KV blocks: from a position on, these bytes (a salt or an adapter at 0,
     the hash of an image where its tokens begin). Only equal parts share blocks."""
+    grammar: AnswerGrammar | None = None
+    """Has accepted all of ``output_token_ids``; None where any text is allowed."""
 
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING

@@ -15,12 +15,13 @@ from engine.cost_model import CostModel, FittedCosts
 from engine.in_flight import InFlightStep, RowPool, StepsInFlight
 from engine.kv_cache_manager import NO_BLOCKS, KVCacheManager
 from engine.logprobs import rows_of, untold_part
+from engine.owed_masks import OwedMasks
 from engine.pacing import ChunkBudget, CohortPacing, GreedyPacing, Load, Pace
 from engine.policies import LOOK_AHEAD, MAX_PASSES, RunningSet, SchedulingPolicy, WaitingQueue, rank_function
 from engine.request import Request, RequestStatus, ending_of
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
 from ipc.errors import ProtocolError, RequestError
-from ipc.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 __all__ = ["ROWS_PER_SEQUENCE", "RequestProgress", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -75,6 +76,7 @@ class Scheduler:
         )
         self._rows = RowPool(ROWS_PER_SEQUENCE * config.max_num_seqs)
         self._in_flight = StepsInFlight()
+        self._owed_masks = OwedMasks(core_id=core_id, epoch=epoch)
         rank = rank_function(config.policy)
         self._waiting = WaitingQueue(rank)
         self._running = RunningSet(rank)
@@ -394,8 +396,14 @@ class Scheduler:
         self._last_step_s = self.costs.coefficients.stage_time(step.shape)
         self._last_step_samples = step.shape.samples
         self._in_flight.send(step)
+        if output.has_grammar:
+            self._owed_masks.promise(step)
         self.costs.sent(step.step_id, step.shape, self._clock(), output.needs_tokens_of_step)
         return output
+
+    def take_masks(self) -> list[GrammarOutput]:
+        """Masks that can be sent now, of steps that were sent; to be asked for whenever a step went, came, or lost a request."""
+        return self._owed_masks.take_due()
 
     # ------------------------------------------------------------------------------------------------ a step returns
 
@@ -451,6 +459,10 @@ class Scheduler:
         item.logprobs = logprobs
         self._num_generated_tokens += 1
         ending = ending_of(request, self.config.eos_token_ids, self.config.max_model_len)
+        if request.grammar is not None and (ending is None or ending[0] == "length"):
+            request.grammar.accept(tokens[row])
+            if request.grammar.is_complete:
+                ending = ("stop", None)
         if ending is not None:
             self._end(request, ending[0])
             request.stop_reason = ending[1]

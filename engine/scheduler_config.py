@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from engine.kv_spec import FullAttention, KVSpec, most_blocks
+from engine.config import CoreConfig
+from engine.kv_sizing import KVPlan
+from engine.kv_spec import FullAttention, KVSpec, most_blocks, spec_of
 from engine.pacing import PREFILL_SHARE
 from engine.policies import SchedulingPolicy
 from ipc.errors import ConfigError
@@ -61,6 +63,27 @@ class SchedulerConfig:
         """Steps that may be in flight."""
         usual = self.num_stages + 1 if self.async_scheduling else self.num_stages
         return usual if self.max_steps_in_flight is None else min(usual, self.max_steps_in_flight)
+
+
+def scheduler_config_of(config: CoreConfig, plan: KVPlan) -> SchedulerConfig:
+    """For an epoch whose workers have room for this pool."""
+    return SchedulerConfig(
+        num_stages=config.num_stages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=config.block_size,
+        num_blocks=plan.num_blocks,
+        eos_token_ids=frozenset(config.eos_token_ids),
+        kv_groups=tuple(map(spec_of, plan.groups)),
+        prefix_caching=config.prefix_caching,
+        policy=SchedulingPolicy(config.scheduling_policy),
+        async_scheduling=config.async_scheduling,
+        num_cohorts=config.num_cohorts,
+        is_greedy=config.single_batch,
+        max_steps_in_flight=1 if config.single_batch else None,
+        prefill_share=config.prefill_share,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,13 +206,14 @@ def _graph_values(report: StageReport) -> Scalars:
 
 def _seconds(report: StageReport | None) -> dict[str, float]:
     if report is None:
-        return dict.fromkeys(("busy", "plan_wait", "receive_wait", "token_wait", "send_wait"), 0.0)
+        return dict.fromkeys(("busy", "plan_wait", "receive_wait", "token_wait", "send_wait", "mask_wait"), 0.0)
     return {
         "busy": report.busy_s,
         "plan_wait": report.plan_wait_s,
         "receive_wait": report.receive_wait_s,
         "token_wait": report.token_wait_s,
         "send_wait": report.send_wait_s,
+        "mask_wait": report.mask_wait_s,
     }
 
 

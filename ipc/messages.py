@@ -51,6 +51,9 @@ IdBuffer = NDArray[np.int32]
 FloatBuffer = NDArray[np.float32]
 """A raw frame of little-endian float32."""
 
+MaskBuffer = NDArray[np.int32]
+"""Bits as a raw frame of little-endian int32: bit i of word w of a row is token 32 w + i."""
+
 SpanBuffer = NDArray[np.int64]
 """Spans (see spans.py) as a raw frame of little-endian int64, four to a span."""
 
@@ -239,6 +242,7 @@ class StageReport:
     """Computed in all steps, padding not counted."""
     num_padded_tokens: U64 = 0
     """Computed beside them, to give steps the shape of a graph."""
+    mask_wait_s: float = 0.0
 
 
 @part
@@ -295,6 +299,24 @@ class SchedulerOutput:
     needs_tokens_of_step: U64
     """Newest step whose sampled tokens are inputs of this one, or which named a row that gets a new owner here; 0 for none."""
     has_grammar: bool = False
+    """A promise to the last stage: a GrammarOutput for this step follows."""
+
+
+@message(tag=15)
+class GrammarOutput:
+    """core -> last stage: which tokens the grammars allow in a step that was sent before.
+
+    One follows each SchedulerOutput with ``has_grammar``, as soon as the core knows the tokens that the step's grammars
+    depend on, while the step is computed; without rows when nobody waits for what they would sample any more.
+    """
+
+    core_id: U64
+    epoch: U32
+    step_id: U64
+    rows: Ints
+    """Those of the step's sampling rows that have a mask; all others may sample any token."""
+    masks: MaskBuffer
+    """A mask for each row, one after the other: a bit for each token of the vocabulary, rounded up to whole words."""
 
 
 @message(tag=11)
@@ -460,8 +482,10 @@ class RequestOutput:
     core_id: U64
     request_id: RequestId
     new_token_ids: Ints
+    """With the finish reason "stop" the last of them is the end token or stop id; a message without any ends behind text."""
     finish_reason: Name | None = None
-    """None while it goes on; then "stop" (end token, stop id, stop string), "length", "abort" or "timeout"."""
+    """None while it goes on; then "stop" (end token, stop id, stop string, an answer whose grammar is complete), "length",
+    "abort" or "timeout"."""
     stop_reason: U32 | None = None
     """The stop token id that ended it; None for the model's own end token and otherwise."""
     num_prompt_tokens: U32 = 0

@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ipc.errors import RequestError
+from ipc.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -74,6 +75,9 @@ class SamplingParams:
     """Share computed beginnings only with requests that give the same salt (1 to 256 characters), so that nobody else
     can learn from the time to the first token what was asked before."""
 
+    structured: StructuredOutput | None = None
+    """The form that the answer must have, as a StructuredOutput or a map of its fields; None for any text."""
+
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
@@ -98,10 +102,15 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.cache_salt is not None:
             _check_text("cache_salt", self.cache_salt, MAX_CACHE_SALT_CHARS)
+        if self.structured is not None:
+            object.__setattr__(self, "structured", StructuredOutput.of(self.structured))
 
     def to_wire(self) -> dict[str, Any]:
         """Only the fields that differ from their defaults: small, and readable in a dump."""
-        return {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+        values = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+        if self.structured is not None:
+            values["structured"] = self.structured.to_wire()
+        return values
 
     @classmethod
     def from_wire(cls, values: Mapping[Any, Any]) -> "SamplingParams":

@@ -36,6 +36,8 @@ class Kind(IntEnum):
     WAIT_TOKENS = 3
     WAIT_SEND = 4
     """A stage waits for room in its send buffers: the next stage is behind."""
+    WAIT_MASKS = 5
+    """The last stage waits for the masks of a step's grammars."""
 
     PREPARE = 8
     """Rows updated, inputs and metadata made."""
@@ -61,11 +63,13 @@ class Kind(IntEnum):
     SCHEDULE = 37
     SEND_PLAN = 38
     """A step is encoded and sent to every rank."""
+    MASKS = 39
+    """Masks of grammars are collected and sent."""
 
 
 NUM_KINDS = 64
 
-WAITS = (Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND)
+WAITS = (Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND, Kind.WAIT_MASKS)
 """Of a stage; all other kinds of a stage are work."""
 
 _pack_into = struct.Struct(f"={SPAN_FIELDS}q").pack_into

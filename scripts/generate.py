@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from engine import Client, Output, SamplingParams
+from engine import Client, Output, SamplingParams, StructuredOutput
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import ConfigError, PeerLost, RequestError
 
@@ -53,6 +53,21 @@ class Answer:
 @click.option("--seed", type=int, help="Same seed, same tokens.  [default: drawn by the engine]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text. Repeatable.")
 @click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End after this token. Repeatable.")
+@click.option(
+    "--json-schema",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The answer is JSON that fits this schema.",
+)
+@click.option("--json-object", is_flag=True, help="The answer is a JSON object.")
+@click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="The answer is one of these. Repeat it for each.")
+@click.option(
+    "--grammar",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The answer is of the language of this grammar, in Lark or EBNF.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's own end token.")
 def command(
     prompts: tuple[str, ...],
@@ -60,6 +75,11 @@ def command(
     lines: bool,
     connect: str,
     as_json: bool,
+    json_schema: str | None,
+    json_object: bool,
+    regex: str | None,
+    choice: tuple[str, ...],
+    grammar: str | None,
     **sampling: Any,
 ) -> None:
     """Ask a running engine to continue each PROMPT.
@@ -67,6 +87,9 @@ def command(
     Without a PROMPT and without --file, standard input is the prompt. The newline at its end, or at a file's, is not
     part of it. Answers come in the order of the prompts (arguments first); the text of an answer is printed as it
     arrives, with a newline behind it.
+
+    An answer can be made to have a form, by one of --json-schema, --json-object, --regex, --choice and --grammar; see
+    docs/structured.md.
 
     With --json each line has index, prompt, text, token_ids, finish_reason ("stop" or "length") and the seed in use, or
     for a request that failed index, prompt and error (code, message, field).
@@ -80,7 +103,16 @@ def command(
       130  interrupted; open requests were ended
     """
     try:
-        params = SamplingParams(**sampling)
+        structured = None
+        if json_schema or json_object or regex is not None or choice or grammar:
+            structured = StructuredOutput(
+                json_schema=None if json_schema is None else _read_text(json_schema),
+                json_object=json_object,
+                regex=regex,
+                choice=choice,
+                grammar=None if grammar is None else _read_text(grammar),
+            )
+        params = SamplingParams(**sampling, structured=structured)
         texts = _read_prompts(prompts, files, lines)
         with Client(connect) as client:
             num_failed = _answer_all(client, texts, params, as_json)

@@ -12,6 +12,7 @@ from ipc.channel import open_socket, receive_now
 from ipc.codec import decode, encode
 from ipc.messages import (
     EpochStart,
+    GrammarOutput,
     Heartbeat,
     KVCacheConfig,
     KVCacheGroup,
@@ -27,7 +28,7 @@ from ipc.messages import (
 )
 from tests.fakes import FakeWorker
 
-FROM_CORE = (EpochStart, KVCacheConfig, SchedulerOutput, Shutdown, Heartbeat, TimelineRequest)
+FROM_CORE = (EpochStart, KVCacheConfig, SchedulerOutput, GrammarOutput, Shutdown, Heartbeat, TimelineRequest)
 
 
 class FakeGroup:
@@ -38,6 +39,7 @@ class FakeGroup:
         self.epoch_start: EpochStart | None = None
         self.num_steps = 0
         self.plans: list[SchedulerOutput] = []
+        self.masks: list[GrammarOutput] = []
         self.spans: dict[int, object] = {}
         """Flat, of the ranks that answer questions for timelines."""
         self.shut_down = threading.Event()
@@ -115,7 +117,12 @@ class FakeGroup:
                         worker.send(message)
                         self.num_steps += 1
                         self.plans.append(message)
-                        socket.send_multipart(encode(worker.receive()))
+                        self._answer(socket, worker)
+                    elif isinstance(message, GrammarOutput):
+                        assert worker is not None and rank == len(sockets) - 1, "masks are for the last stage"
+                        self.masks.append(message)
+                        worker.take_masks(message)
+                        self._answer(socket, worker)
                     elif isinstance(message, TimelineRequest) and rank in self.spans:
                         now = time.monotonic_ns()
                         socket.send_multipart(encode(TimelineReport(
@@ -124,6 +131,10 @@ class FakeGroup:
                     elif isinstance(message, Shutdown):
                         self.exit_code = message.exit_code
                         self.shut_down.set()
+
+    def _answer(self, socket: "zmq.Socket[bytes]", worker: FakeWorker) -> None:
+        while worker.pending:
+            socket.send_multipart(encode(worker.receive()))
 
     def _hello(self, rank: int) -> WorkerHello:
         return WorkerHello(

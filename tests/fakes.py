@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.kv_spec import ABSENT, FullAttention, KVSpec, SlidingWindow
 from engine.scheduler import ROWS_PER_SEQUENCE, SchedulerConfig
+from ipc.errors import RequestError
 from ipc.messages import (
     CachedRequestData,
+    GrammarOutput,
     LogprobColumns,
     ModelRunnerOutput,
     NewRequestData,
@@ -61,19 +64,75 @@ def pseudo_logprobs(value: int, token_id: int, num_top: int) -> tuple[list[int],
     return ids, [-float(hash((value, i)) % 1000) / 8 for i in ids], hash((value, token_id)) % VOCAB_SIZE + 1
 
 
+class FakeGrammar:
+    """Allows a few tokens, others after each answer; complete after some of them."""
+
+    def __init__(self, num_tokens: int, key: int = 0) -> None:
+        self.num_tokens = num_tokens
+        self.accepted: list[int] = []
+        self._key = key
+
+    def copy(self, params: SamplingParams | None = None) -> "FakeGrammar":
+        return FakeGrammar(self.num_tokens, self._key)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.accepted) >= self.num_tokens
+
+    @property
+    def mask(self) -> NDArray[np.int32]:
+        allowed = self.allowed()
+        return sum_of_bits(allowed)
+
+    def allowed(self) -> list[int]:
+        return sorted({hash((self._key, i, *self.accepted)) % VOCAB_SIZE for i in range(5)})
+
+    def accept(self, token_id: int) -> None:
+        if token_id not in self.allowed():
+            raise RequestError(f"token {token_id} is not one of {self.allowed()}", code="internal")
+        self.accepted.append(token_id)
+
+
+def sum_of_bits(token_ids: Sequence[int]) -> NDArray[np.int32]:
+    """A mask of these tokens."""
+    bits = np.zeros(-(-VOCAB_SIZE // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def pseudo_choice(value: int, seed: int | None, allowed: Sequence[int]) -> int:
+    """The same under a mask."""
+    return allowed[pseudo_token(value, seed) % len(allowed)]
+
+
 def expected_output(
-    prompt: Sequence[int], params: SamplingParams, *, eos_token_ids: frozenset[int], max_model_len: int, outputs: Sequence[int] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+    outputs: Sequence[int] = (),
+    grammar: FakeGrammar | None = None,
 ) -> tuple[list[int], str, int | None]:
-    """All output tokens, finish reason and stop reason of a request that nobody disturbs."""
+    """All output tokens, finish reason and stop reason of a request that nobody disturbs; ``grammar`` at its start."""
     tokens = list(outputs)
     value = chain_of([*prompt, *tokens])
+    for token_id in tokens if grammar else ():
+        grammar.accept(token_id)
     while True:
-        tokens.append(pseudo_token(value, params.seed))
+        if grammar is None:
+            tokens.append(pseudo_token(value, params.seed))
+        else:
+            tokens.append(pseudo_choice(value, params.seed, grammar.allowed()))
         value = chain(value, tokens[-1])
         if tokens[-1] in eos_token_ids and not params.ignore_eos:
             return tokens, "stop", None
         if tokens[-1] in params.stop_token_ids:
             return tokens, "stop", tokens[-1]
+        if grammar is not None:
+            grammar.accept(tokens[-1])
+            if grammar.is_complete:
+                return tokens, "stop", None
         if len(tokens) == params.max_tokens or len(prompt) + len(tokens) == max_model_len:
             return tokens, "length", None
 
@@ -114,8 +173,9 @@ class FakeRow:
 class FakeWorker:
     """All stages in one: executes each plan when it is sent, hands outputs back in order when asked.
 
-    Executing at once is the same as executing later, because every stage runs steps in order. Tokens return to
-    stage 0 as late as the plans permit, and are applied by row alone, as a simple worker does.
+    Executing at once is the same as executing later, because every stage runs steps in order. A step with a grammar, and
+    what is behind it, waits for its masks. Tokens return to stage 0 as late as the plans permit, and are applied by row
+    alone, as a simple worker does.
     """
 
     def __init__(
@@ -152,6 +212,11 @@ class FakeWorker:
         self.num_shared_tokens = 0
         """Tokens that new rows found computed, over all groups."""
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        """Executed, not handed back yet."""
+        self.unexecuted: deque[SchedulerOutput] = deque()
+        """The first one waits for its masks."""
+        self.masks: dict[int, GrammarOutput] = {}
+        """By step, of those that are not executed yet."""
         self._sampled: deque[tuple[int, list[tuple[int, FakeRow, int]]]] = deque()
         """SampledTokens on their way to stage 0: step, then row, owner at that time (to detect, not to decide) and token."""
         self._samples_in_flight: dict[int, list[FakeRow]] = {}
@@ -172,8 +237,31 @@ class FakeWorker:
     def send(self, plan: SchedulerOutput) -> None:
         """Execute a plan; its output waits in ``pending``."""
         _require(plan.step_id == self.last_step_id + 1, f"step {plan.step_id} follows step {self.last_step_id}")
-        _require(len(self.pending) < self.depth, f"more than {self.depth} steps in flight")
+        _require(self.num_in_flight < self.depth, f"more than {self.depth} steps in flight")
         self.last_step_id = plan.step_id
+        for new in plan.new_requests:
+            sent = [*(step for step, _ in self.pending), *self.unexecuted]
+            named = [step.step_id for step in sent if new.row in step.rows]
+            _require(not named, f"row {new.row} is taken while steps {named} that name it are in flight")
+        self.unexecuted.append(plan)
+        self._execute_what_can_be()
+
+    def take_masks(self, masks: GrammarOutput) -> None:
+        """What was promised for a step."""
+        promised = [plan.step_id for plan in self.unexecuted if plan.has_grammar and plan.step_id not in self.masks]
+        _require(masks.step_id in promised, f"masks of step {masks.step_id} come, those of steps {promised} were promised")
+        self.masks[masks.step_id] = masks
+        self._execute_what_can_be()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.pending) + len(self.unexecuted)
+
+    def _execute_what_can_be(self) -> None:
+        while self.unexecuted and (not self.unexecuted[0].has_grammar or self.unexecuted[0].step_id in self.masks):
+            self._execute(self.unexecuted.popleft())
+
+    def _execute(self, plan: SchedulerOutput) -> None:
         self._consume_sampled(plan)
         for row in plan.freed_rows:
             _require(self.rows[row] is not None, f"row {row} is freed but nobody has it")
@@ -185,7 +273,7 @@ class FakeWorker:
         batch = [(row, self._owner(row), count) for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True)]
         self._check_tables()
         for row, owner, count in batch:
-            self._write(row, owner, count)
+            self._write(plan.step_id, row, owner, count)
         for row, owner, count in batch:
             self._read(row, owner, owner.num_computed + count)
         self.pending.append((plan, self._compute(plan, batch)))
@@ -210,8 +298,6 @@ class FakeWorker:
     def _take_row(self, new: NewRequestData) -> None:
         row = new.row
         _require(self.rows[row] is None, f"row {row} is taken while it has an owner")
-        named = [step.step_id for step, _ in self.pending if row in step.rows]
-        _require(not named, f"row {row} is taken while steps {named} that name it are in flight")
         _require(0 <= new.num_computed_tokens < len(new.token_ids), "a request comes with nothing left to compute")
         _require(len(new.block_ids) == len(self.groups), f"{len(new.block_ids)} tables for {len(self.groups)} groups")
         owner = self.rows[row] = FakeRow(
@@ -272,7 +358,7 @@ class FakeWorker:
                 f"block {block_id} is held by rows {rows}, one of which writes to it",
             )
 
-    def _write(self, row: int, owner: FakeRow, count: int) -> None:
+    def _write(self, step_id: int, row: int, owner: FakeRow, count: int) -> None:
         end = owner.num_computed + count
         _require(end <= owner.num_known, f"row {row} is asked for {end} tokens and has {owner.num_known}")
         _require(end <= len(owner.token_ids), f"stage 0 does not have token {end - 1} of row {row}: needs_tokens_of_step is too small")
@@ -281,7 +367,7 @@ class FakeWorker:
             for position in range(owner.num_computed, end):
                 slot = self._slot(owner, group, position)
                 self.slots[slot] = self._content(owner, group, position)
-                self.written_by[slot] = self.last_step_id
+                self.written_by[slot] = step_id
 
     def _read(self, row: int, owner: FakeRow, end: int) -> None:
         for group, spec in enumerate(self.groups):
@@ -294,6 +380,7 @@ class FakeWorker:
 
     def _compute(self, plan: SchedulerOutput, batch: list[tuple[int, FakeRow, int]]) -> ModelRunnerOutput:
         sampled: list[tuple[int, FakeRow, int]] = []
+        allowed = _allowed_ids(self.masks.pop(plan.step_id, None))
         logprobs, prompt_logprobs = ColumnBuilder(), ColumnBuilder()
         for row, owner, count in batch:
             start, end = owner.num_computed, owner.num_computed + count
@@ -302,7 +389,8 @@ class FakeWorker:
                 last = min(end, owner.num_prompt_tokens - 1)
                 prompt_logprobs.add(row, owner, start + 1, owner.token_ids[start + 1 : last + 1], owner.params.prompt_logprobs)
             if end == owner.num_known:
-                token_id = pseudo_token(owner.value_at(end - 1), owner.params.seed)
+                value, seed = owner.value_at(end - 1), owner.params.seed
+                token_id = pseudo_choice(value, seed, allowed.pop(row)) if row in allowed else pseudo_token(value, seed)
                 sampled.append((row, owner, token_id))
                 owner.num_known += 1
                 most = owner.params.max_tokens
@@ -310,6 +398,7 @@ class FakeWorker:
                 _require(most is None or owner.num_known - owner.num_prompt_tokens <= most, f"row {row} samples past max_tokens")
                 if owner.params.logprobs is not None:
                     logprobs.add(row, owner, end, [token_id], owner.params.logprobs)
+        _require(not allowed, f"masks for rows {list(allowed)}, which do not sample")
         self._sampled.append((plan.step_id, sampled))
         self._samples_in_flight[plan.step_id] = [owner for _, owner, _ in sampled]
         return ModelRunnerOutput(
@@ -338,6 +427,13 @@ class FakeWorker:
         block_id = owner.tables[group][position // self.block_size]
         _require(block_id != ABSENT, f"{owner.request_id} touches position {position}, which group {group} has given back")
         return block_id * self.block_size + position % self.block_size
+
+
+def _allowed_ids(masks: GrammarOutput | None) -> dict[int, list[int]]:
+    if masks is None or not masks.rows:
+        return {}
+    bits = np.unpackbits(masks.masks.reshape(len(masks.rows), -1).view(np.uint8), axis=1, bitorder="little")
+    return {row: np.flatnonzero(of_row).tolist() for row, of_row in zip(masks.rows, bits, strict=True)}
 
 
 class ColumnBuilder:

@@ -134,12 +134,31 @@ def test_many_prompts_are_under_way_at_once_but_not_all(client: type[EchoClient]
     assert client.instances[0].most_open == generate.MAX_OPEN_REQUESTS
 
 
+def test_the_form_of_the_answer_comes_from_one_option(client: type[EchoClient], tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('start: "é"', encoding="utf-8")
+    for args, kind, value in (
+        (("--json-schema", str(schema)), "json_schema", '{"type": "integer"}'),
+        (("--json-object",), "json_object", True),
+        (("--regex", "a+"), "regex", "a+"),
+        (("--choice", "a", "--choice", "b"), "choice", ("a", "b")),
+        (("--grammar", str(grammar)), "grammar", 'start: "é"'),
+    ):
+        assert run("x", *args).exit_code == 0
+        (params,) = client.instances[-1].params
+        assert params.structured.to_wire() == {kind: value}
+    assert run("x").exit_code == 0 and client.instances[-1].params[0].structured is None
+
+
 @pytest.mark.parametrize(
     ("args", "stdin", "said"),
     [
         (("x", "--max-tokens", "0"), "", "max_tokens=0 must be between 1 and"),
         (("x", "--top-p", "0"), "", "top_p=0.0 must be above 0"),
         (("x", "--stop", ""), "", "stop=''"),
+        (("x", "--regex", ""), "", "structured.regex is empty"),
+        (("x", "--regex", "a", "--json-object"), "", "must have exactly one of"),
         (("--lines",), "\n\n", "no prompt"),
         (("--file", "-"), b"ok \xff", "-: byte 3 is not UTF-8 text"),
     ],

@@ -20,7 +20,7 @@ FILE = Path(__file__).parent / "golden" / "wire.txt"
 PARAMS = SamplingParams(
     max_tokens=5, temperature=0.5, top_k=4, top_p=0.25, seed=9, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2, prompt_logprobs=0,
-    prefix_caching=False, cache_salt="é",
+    prefix_caching=False, cache_salt="é", structured={"regex": "a|é"},
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ SAMPLES: list[Any] = [
     m.StageReport(
         core_id=1, epoch=2, rank=1, num_steps=12, busy_s=1.5, plan_wait_s=0.5, receive_wait_s=0.25, token_wait_s=0.0,
         queue_depth=2, resident_bytes=1 << 28, send_wait_s=0.125, num_full_graph_steps=9, num_piecewise_graph_steps=2,
-        num_tokens=300, num_padded_tokens=20,
+        num_tokens=300, num_padded_tokens=20, mask_wait_s=0.5,
     ),
     m.SchedulerOutput(
         core_id=1, epoch=2, step_id=10, freed_rows=[5],
@@ -72,6 +72,7 @@ SAMPLES: list[Any] = [
         cached_requests=m.CachedRequestData(indices=[0, 1], num_new_blocks=([1, 2],), new_block_ids=([300, 70000, 5],)),
         rows=[1, 2, 6], num_scheduled_tokens=[1, 1, 2], needs_tokens_of_step=9, has_grammar=True,
     ),
+    m.GrammarOutput(core_id=1, epoch=2, step_id=10, rows=[2, 6], masks=ids(-1, 3, 1 << 30, 0)),
     m.SampledTokens(epoch=2, step_id=10, rows=[1, 2, 6], token_ids=[7, 7, 7], counts=[1, 1, 1]),
     m.ModelRunnerOutput(
         core_id=1, epoch=2, step_id=10, rows=[1, 2], token_ids=[7, 70000], counts=[1, 1], logprobs=COLUMNS,

@@ -8,6 +8,9 @@ from ipc.spans import MAX_SPANS, WAITS, Kind, Recorder
 PLAN, LINK, TOKENS, ROOM = Kind.WAIT_PLAN, Kind.WAIT_ACTIVATIONS, Kind.WAIT_TOKENS, Kind.WAIT_SEND
 """Waiting for the core's next step; for a neighbour's activations; for sampled tokens; for room to send."""
 
+MASKS = Kind.WAIT_MASKS
+"""Waiting for the masks of a step's grammars."""
+
 
 class StageClock(Recorder):
     """A stage's main thread records; its control thread reads: every moment counts for exactly one kind.

@@ -30,7 +30,7 @@ from ipc.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from worker.clock import LINK, PLAN, ROOM, TOKENS, StageClock
+from worker.clock import LINK, MASKS, PLAN, ROOM, TOKENS, StageClock
 from worker.lifeline import end_process, watch_process
 from worker.memory import resident_bytes
 from worker.settings import WorkerSettings
@@ -200,6 +200,7 @@ class ControlThread(threading.Thread):
             num_piecewise_graph_steps=self._clock.num_piecewise_graph_steps,
             num_tokens=self._clock.num_tokens,
             num_padded_tokens=self._clock.num_padded_tokens,
+            mask_wait_s=waits[MASKS],
         )
 
     def _timeline(self, request: TimelineRequest) -> TimelineReport:

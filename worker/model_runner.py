@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ipc.errors import ProtocolError
-from ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from worker.attention import AttentionBackend, CommonAttentionMetadata
 from worker.block_table import BlockTable
 from worker.bookkeeping import prompt_logprobs, sampled_logprobs
+from worker.grammar_masks import masked_logits
 from worker.graphs.dispatcher import Dispatch
 from worker.graphs.graph import GraphPool
 from worker.graphs.stage_graphs import PaddedStep, StageGraphs
@@ -132,8 +133,6 @@ class ModelRunner:
         Tokens of earlier steps may still be on their way: those for a row that this plan gives away are dropped when
         they come. Raises ProtocolError for a plan that contradicts the rows.
         """
-        if plan.has_grammar:
-            raise ProtocolError("SchedulerOutput.has_grammar", "this version samples without grammars")
         self.update_states(plan)
         rows = np.asarray(plan.rows, np.int64)
         num_scheduled = np.asarray(plan.num_scheduled_tokens, np.int64)
@@ -233,8 +232,13 @@ class ModelRunner:
         return all_logits[: batch.num_tokens] if len(index) == batch.num_tokens else all_logits[index]
 
     @torch.inference_mode()
-    def sample_tokens(self, batch: InputBatch, result: StepResult) -> ModelRunnerOutput:
-        """Last stage: one token for each row that samples, with what else those rows asked for."""
+    def sample_tokens(
+        self, batch: InputBatch, result: StepResult, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
+        """Last stage: one token for each row that samples, with what else those rows asked for.
+
+        ``grammar``: the masks of a plan with ``has_grammar``. Raises ProtocolError when they don't fit the plan.
+        """
         plan, sampling, logits = batch.plan, batch.sampling, result.logits
         columns, broken = prompt_logprobs(result.hidden, batch.prompt_slices, self._model.logits, self._vocab_size)
         rows: list[int] = []
@@ -244,7 +248,7 @@ class ModelRunner:
             rows = sampling.rows.tolist()
             # A broken row gets some token all the same, so that steps in flight behind this one have their input.
             is_broken = HostCopy(nan_rows(logits))
-            sampled = sample(logits, sampling.params)
+            sampled = sample(masked_logits(logits, sampling.rows, grammar), sampling.params)
             token_copy = HostCopy(sampled)
             logprobs = sampled_logprobs(logits, sampled, sampling)
             token_ids = token_copy.numpy().tolist()

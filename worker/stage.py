@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from ipc.errors import ProtocolError
-from ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ipc.spans import Kind
-from worker.clock import LINK, ROOM, TOKENS, StageClock
+from worker.clock import LINK, MASKS, ROOM, TOKENS, StageClock
 from worker.graphs.dispatcher import Dispatch
 from worker.graphs.graph import GraphPool
 from worker.graphs.modes import CudagraphMode
@@ -17,6 +17,9 @@ from worker.threads import StepThreads, computes_alone
 from worker.token_return import TokenInbox, TokenOutbox
 from worker.topology import Topology
 from worker.warm_up import first_step, rehearsals
+
+TakeMasks = Callable[[int, float], GrammarOutput]
+"""The masks of a step, waited for at most so many seconds."""
 
 
 class Stage:
@@ -64,10 +67,13 @@ class Stage:
                 self._receiver.post(plan.step_id, self._num_tokens(plan))
                 self._last_posted = plan.step_id
 
-    def run_step(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput] = ()) -> ModelRunnerOutput | None:
+    def run_step(
+        self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput] = (), take_masks: TakeMasks | None = None
+    ) -> ModelRunnerOutput | None:
         """Compute one step and hand on what comes out; the output for the core on the last stage, None elsewhere.
 
-        ``upcoming``: plans behind this one, whose receives are posted before this one is waited for.
+        ``upcoming``: plans behind this one, whose receives are posted before this one is waited for. ``take_masks``: for
+        steps with a grammar, called when the step is computed.
         """
         if plan.step_id != self._last_step + 1:
             raise ProtocolError("SchedulerOutput.step_id", f"is {plan.step_id} after step {self._last_step}")
@@ -87,8 +93,9 @@ class Stage:
         self._begin_computing(plan, upcoming, batch.num_tokens)
         result = self._runner.execute_model(batch, received)
         if self._topology.is_last:
+            grammar = self._take_masks(plan.step_id, take_masks) if plan.has_grammar else None
             self._clock.doing(Kind.SAMPLE)
-            output = self._runner.sample_tokens(batch, result)
+            output = self._runner.sample_tokens(batch, result, grammar)
             self._end_computing()
             self._clock.doing(Kind.RETURN)
             self._return_tokens(output)
@@ -140,6 +147,11 @@ class Stage:
             inbox.take_until(
                 step_id, self._accept, timeout_s=self._timeout_s, peer=self._topology.num_stages - 1
             )
+
+    def _take_masks(self, step_id: int, take_masks: TakeMasks | None) -> GrammarOutput:
+        assert take_masks is not None, "steps with a grammar are for workers with a core"
+        with self._clock.waiting(MASKS):
+            return take_masks(step_id, self._timeout_s)
 
     def _begin_computing(self, plan: SchedulerOutput, upcoming: Sequence[SchedulerOutput], num_tokens: int) -> None:
         if self._threads is not None:

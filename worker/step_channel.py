@@ -5,6 +5,7 @@ interpreter, and a core's caches, from the thread that computes.
 """
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -12,10 +13,12 @@ import zmq
 
 from ipc.channel import open_socket, receive_now, send_within
 from ipc.codec import decode, encode
-from ipc.errors import ProtocolError, RequestError
-from ipc.messages import ModelRunnerOutput, SchedulerOutput, Shutdown, WorkerReady
+from ipc.errors import PeerLost, ProtocolError, RequestError
+from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, Shutdown, WorkerReady
 
 logger = logging.getLogger(__name__)
+
+FROM_CORE = (SchedulerOutput, GrammarOutput, Shutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,8 @@ class ShutdownRequested(Exception):  # noqa: N818
 class StepChannel:
     """The main thread's own socket to the core. The core learns of it from the WorkerReady that comes through it.
 
-    It carries no signs of life and has no deadlines: the control thread ends the process when the core is gone.
+    It carries no signs of life, and waiting for a plan has no deadline: the control thread ends the process when the core
+    is gone.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class StepChannel:
         self._timeout_s = timeout_s
         self._ahead: deque[SchedulerOutput | Shutdown] = deque()
         """Taken from the socket, not yet worked on."""
+        self._masks: deque[GrammarOutput] = deque()
+        """The same for masks, in the order of their steps."""
         self._socket = open_socket(context, zmq.DEALER, linger_ms=1000)
         self._socket.connect(core_address)
 
@@ -64,6 +70,26 @@ class StepChannel:
             self._receive(frames)
         return [item for item in self._ahead if isinstance(item, SchedulerOutput)]
 
+    def take_masks(self, step_id: int, timeout_s: float) -> GrammarOutput:
+        """The masks of a step, which were promised with its plan.
+
+        Raises:
+            PeerLost: they don't come in time.
+            ProtocolError: another step's come.
+            ShutdownRequested: the core wants no more of this step.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._masks:
+            if self._ahead and isinstance(self._ahead[-1], Shutdown):
+                raise ShutdownRequested(exit_code=self._ahead[-1].exit_code)
+            if not self._socket.poll(max(1, int(1000 * (deadline - time.monotonic())))):
+                raise PeerLost(f"step {step_id}: the core sent no masks within {timeout_s:g} s")
+            self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
+        masks = self._masks.popleft()
+        if masks.step_id != step_id:
+            raise ProtocolError("GrammarOutput.step_id", f"is {masks.step_id}, the masks of step {step_id} are to come next")
+        return masks
+
     def send(self, message: WorkerReady | ModelRunnerOutput) -> None:
         """In order. Raises PeerLost when the core takes nothing for too long."""
         send_within(self._socket, encode(message), self._timeout_s, "the core")
@@ -74,13 +100,15 @@ class StepChannel:
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
-            message: SchedulerOutput | Shutdown = decode(frames, (SchedulerOutput, Shutdown))
+            message: SchedulerOutput | GrammarOutput | Shutdown = decode(frames, FROM_CORE)
         except (ProtocolError, RequestError) as error:
             self.num_dropped += 1
             logger.warning("dropped a message of the core: %s", error)
             return
-        if (message.core_id, message.epoch) == self._life:
+        if (message.core_id, message.epoch) != self._life:
+            self.num_dropped += 1
+            logger.debug("dropped %s of core %x, epoch %d", type(message).__name__, message.core_id, message.epoch)
+        elif isinstance(message, GrammarOutput):
+            self._masks.append(message)
+        else:
             self._ahead.append(message)
-            return
-        self.num_dropped += 1
-        logger.debug("dropped %s of core %x, epoch %d", type(message).__name__, message.core_id, message.epoch)

@@ -208,7 +208,7 @@ class Worker:
         self._clock.doing(Kind.PREPARE, plan.step_id)
         upcoming = channel.take_waiting()
         self._clock.num_ahead = len(upcoming)
-        output = stage.run_step(plan, upcoming)
+        output = stage.run_step(plan, upcoming, channel.take_masks)
         if output is not None:
             channel.send(output)
         self._clock.num_steps += 1

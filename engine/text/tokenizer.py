@@ -44,6 +44,15 @@ class Tokenizer:
         self._rules = _rules_of(document.get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def has_known_bytes(self) -> bool:
+        """Whether ``token_bytes`` is exact: false where the text of a token depends on its neighbours."""
+        return self._rules is not None
+
+    def to_json(self) -> str:
+        """A tokenizer.json of the same, with everything special marked as such."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens. With ``add_special_tokens`` what the model wants around a prompt, such as BOS, is added.
 

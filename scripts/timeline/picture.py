@@ -28,12 +28,14 @@ COLOURS: dict[int, str] = {
     Kind.WAIT_ACTIVATIONS: "#fb6a4a",
     Kind.WAIT_TOKENS: "#fe9929",
     Kind.WAIT_SEND: "#a50f15",
+    Kind.WAIT_MASKS: "#dd1c77",
     Kind.CLIENTS: "#c7e9c0",
     Kind.RECEIVE: "#9ecae1",
     Kind.APPLY: "#3182bd",
     Kind.ANSWER: "#6baed6",
     Kind.SCHEDULE: "#31a354",
     Kind.SEND_PLAN: "#756bb1",
+    Kind.MASKS: "#c994c7",
     Kind.IDLE: "#f0f0f0",
 }
 UNKNOWN = "#000000"

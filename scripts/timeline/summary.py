@@ -12,7 +12,7 @@ from scripts.timeline.lanes import END, KIND, START, STEP, Lane, Timeline, Times
 
 STAGE_WORK = (Kind.PREPARE, Kind.ACCEPT, Kind.FORWARD, Kind.SAMPLE, Kind.SEND, Kind.RETURN, Kind.OTHER)
 CORE_WORK = (
-    Kind.CLIENTS, Kind.RECEIVE, Kind.APPLY, Kind.ANSWER, Kind.SCHEDULE, Kind.SEND_PLAN, Kind.OTHER,
+    Kind.CLIENTS, Kind.RECEIVE, Kind.APPLY, Kind.ANSWER, Kind.SCHEDULE, Kind.SEND_PLAN, Kind.MASKS, Kind.OTHER,
 )  # fmt: skip
 
 

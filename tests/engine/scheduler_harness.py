@@ -13,9 +13,9 @@ from engine.prefix_cache import DIGEST_BYTES, HashFunction
 from engine.request import Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerConfig, SchedulerStats
 from ipc import codec
-from ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ipc.params import SamplingParams
-from tests.fakes import FakeClock, FakeWorker, chain_of, expected_output, pseudo_logprobs
+from tests.fakes import FakeClock, FakeGrammar, FakeWorker, chain_of, expected_output, pseudo_logprobs
 
 EOS = frozenset({3, 77})
 
@@ -58,6 +58,7 @@ class Harness:
         self.told_prompt_logprobs: dict[int, int] = {}
         self.endings: dict[int, list[str]] = {}
         self.plans: list[SchedulerOutput] = []
+        self.masks: list[GrammarOutput] = []
 
     def _begin_epoch(self) -> None:
         self.epoch += 1
@@ -92,6 +93,7 @@ class Harness:
         *,
         key_parts: tuple[tuple[int, bytes], ...] = (),
         priority: int = 0,
+        grammar: FakeGrammar | None = None,
         **params: Any,
     ) -> Request:
         """A request with this prompt, or with a prompt of that many tokens that nobody else has."""
@@ -105,6 +107,7 @@ class Harness:
             params=SamplingParams(**({"seed": number, "max_tokens": 12} | params)),
             priority=priority,
             cache_key_parts=key_parts,
+            grammar=grammar,
         )
         self.requests.append(request)
         self.worker.key_parts[request.request_id] = key_parts
@@ -119,6 +122,13 @@ class Harness:
         if not was_over:
             self.endings[request.internal_id].append(reason)
         self.scheduler.check_books()
+        self.send_masks()
+
+    def send_masks(self) -> None:
+        """Keep the promises that can be kept, as a core does at the end of each turn."""
+        for masks in self.scheduler.take_masks():
+            self.masks.append(masks)
+            self.worker.take_masks(codec.decode(codec.encode(masks), [GrammarOutput]))
 
     def send(self) -> SchedulerOutput | None:
         """Schedule and send one step, if there is one."""
@@ -129,6 +139,7 @@ class Harness:
         if plan is not None:
             self.plans.append(plan)
             self.worker.send(codec.decode(codec.encode(plan), [SchedulerOutput]))
+            self.send_masks()
         return plan
 
     def send_all(self) -> list[SchedulerOutput]:
@@ -146,13 +157,14 @@ class Harness:
         self.scheduler.check_books()
         for item in progress:
             self._see(item)
+        self.send_masks()
         return progress
 
     def drain(self, most_steps: int = 5000) -> None:
         """Run until all is over, the pipeline as full as the scheduler wants."""
         for _ in range(most_steps):
             self.send_all()
-            if not self.worker.pending:
+            if not self.worker.num_in_flight:
                 break
             self.receive()
         assert not self.scheduler.has_unfinished(), "nothing in flight, nothing to send, requests left"
@@ -172,6 +184,7 @@ class Harness:
             request.params,
             eos_token_ids=self.config.eos_token_ids,
             max_model_len=self.config.max_model_len,
+            grammar=request.grammar.copy() if isinstance(request.grammar, FakeGrammar) else None,
         )
         seen = self.seen[request.internal_id]
         assert seen == tokens[: len(seen)], f"{request.request_id} saw foreign tokens"

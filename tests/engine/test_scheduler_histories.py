@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from engine.kv_spec import FullAttention, KVSpec, SlidingWindow, most_blocks
 from engine.request import Request, RequestStatus
 from tests.engine.scheduler_harness import EOS, Harness
+from tests.fakes import FakeGrammar
 
 QUICK_HISTORIES = 250
 MANY_HISTORIES = 2_000
@@ -67,14 +68,18 @@ class RandomDay(RuleBasedStateMachine):
     @rule(
         params=PARAMS, family=st.integers(0, 2), common=st.integers(0, 20), num_tokens=st.integers(1, 29),
         tail=st.integers(0, 3), salt=st.sampled_from([(), (), ((0, b"a"),), ((4, b"image"),)]), count=st.integers(1, 4),
+        grammar=st.sampled_from([None, None, 1, 4, 30]),
     )  # fmt: skip
     def add(
         self, params: dict[str, Any], family: int, common: int, num_tokens: int, tail: int,
-        salt: tuple[tuple[int, bytes], ...], count: int,
+        salt: tuple[tuple[int, bytes], ...], count: int, grammar: int | None,
     ) -> None:  # fmt: skip
         num_tokens = min(num_tokens, self.harness.config.max_model_len - 1)
         for number in range(count):
-            self.harness.add(family_prompt(family, common, num_tokens, tail + number), key_parts=salt, **params)
+            self.harness.add(
+                family_prompt(family, common, num_tokens, tail + number), key_parts=salt,
+                grammar=None if grammar is None else FakeGrammar(grammar, key=number), **params,
+            )  # fmt: skip
 
     @rule(number=st.integers(0, 1000))
     def add_again(self, number: int) -> None:
@@ -90,7 +95,7 @@ class RandomDay(RuleBasedStateMachine):
 
     @rule()
     def receive(self) -> None:
-        if self.harness.worker.pending:
+        if self.harness.worker.num_in_flight:
             self.harness.receive()
 
     @rule(count=st.integers(1, 6))

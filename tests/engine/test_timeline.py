@@ -197,6 +197,7 @@ def test_stats_tell_each_stages_shares_of_the_last_second() -> None:
         "stage_1_piecewise_graph_share": 2 / 9, "stage_1_tokens": 60, "stage_1_padding_share": 0.25,
         "stage_1_receive_wait_s": 0.125, "stage_1_receive_wait_share": 0.125, "stage_1_token_wait_s": 0.0,
         "stage_1_token_wait_share": 0.0, "stage_1_send_wait_s": 0.125, "stage_1_send_wait_share": 0.125,
+        "stage_1_mask_wait_s": 0.0, "stage_1_mask_wait_share": 0.0,
     }  # fmt: skip
     assert stage_values({0: (report_at(0.0), None)})["stage_0_busy_share"] == 0.0
 

@@ -89,11 +89,11 @@ def test_busy_and_waits_of_each_stage(summary: Summary) -> None:
     assert (first.num_steps, last.num_steps) == (3, 3)
     assert ms(first.busy_s) == 1 + 9 + 1 + 1 + 1 + 12 + 1 + 1 + 1 + 10
     assert {name: ms(seconds) for name, seconds in first.waits.items()} == {
-        "wait plan": 4 + 15 + 12, "wait activations": 0, "wait tokens": 10, "wait send": 3,
+        "wait plan": 4 + 15 + 12, "wait activations": 0, "wait tokens": 10, "wait send": 3, "wait masks": 0,
     }  # fmt: skip
     assert ms(last.busy_s) == 1 + 8 + 2 + 1 + 9 + 1.5 + 0.5 + 20
     assert {name: ms(seconds) for name, seconds in last.waits.items()} == {
-        "wait plan": 4 + 9 + 2, "wait activations": 24, "wait tokens": 0, "wait send": 0,
+        "wait plan": 4 + 9 + 2, "wait activations": 24, "wait tokens": 0, "wait send": 0, "wait masks": 0,
     }  # fmt: skip
     assert ms(last.work["forward"]) == 37 and ms(last.work["sample"]) == 3.5
 

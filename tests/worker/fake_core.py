@@ -17,6 +17,7 @@ from ipc.codec import decode, encode
 from ipc.endpoints import host_id
 from ipc.messages import (
     EpochStart,
+    GrammarOutput,
     Heartbeat,
     KVCacheConfig,
     KVCacheGroup,
@@ -72,7 +73,7 @@ class FakeCore:
     def send(self, rank: int, message: object) -> None:
         """On the rank's socket for such messages."""
         identities = [self.identities[rank]]
-        if isinstance(message, SchedulerOutput):
+        if isinstance(message, SchedulerOutput | GrammarOutput):
             identities = [self.step_identities[rank]]
         elif isinstance(message, Shutdown) and rank in self.step_identities:
             identities.append(self.step_identities[rank])

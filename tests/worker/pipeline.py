@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ipc.messages import (
     CachedRequestData,
+    GrammarOutput,
     KVCacheConfig,
     KVCacheGroup,
     ModelRunnerOutput,
@@ -183,6 +184,8 @@ class Pipeline:
         self.runners: list[ModelRunner] = []
         self.links: list[MemoryLink] = []
         self.tokens = MemoryTokens()
+        self.masks: dict[int, GrammarOutput] = {}
+        """By step."""
         self.block_size = changes.get("block_size", 16)
         for rank in range(num_stages):
             self._add_stage(settings_for(path, rank=rank, world_size=num_stages, **changes), num_blocks, max_model_len)
@@ -223,7 +226,7 @@ class Pipeline:
         """One step on all stages; the last one's output."""
         for stage in self.stages[:-1]:
             assert stage.run_step(plan) is None
-        output = self.stages[-1].run_step(plan)
+        output = self.stages[-1].run_step(plan, take_masks=lambda step_id, timeout_s: self.masks.pop(step_id))
         assert output is not None
         return output
 
