@@ -199,15 +199,15 @@ def test_long_sequences(backend: str, rule: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_broken_stays_in_its_sequence(backend: str, bad: float) -> None:
-    """A decode's and a prefill's history, and another decode's query."""
+    """The first block of a decode and of a prefill, and another decode's query."""
     sizes = [(20, 1), (60, 1), (30, 1), (9, 12), (3, 17), (0, 5)]
     clean = Step(sizes, dtype=torch.float32, backend=backend).run()
     step = Step(sizes, dtype=torch.float32, backend=backend)
     metadata = step.builder.build(step.common)
     step.backend.write(step.cache, step.k, step.v, metadata)
     K = step.builder.block_size
-    slots = torch.tensor([int(step.common.block_table[s, 0]) * K + 2 for s in (2, 4)])
-    poison = torch.full((2, G, D), bad)
+    slots = (step.common.block_table[[2, 4], :1].long() * K + torch.arange(K)).flatten()
+    poison = torch.full((2 * K, G, D), bad)
     write = replace(step.common, query_starts=torch.zeros_like(step.common.query_starts), slots=slots)
     step.backend.write(step.cache, poison, poison, step.builder.build(write))
     step.q[1] = bad
