@@ -32,7 +32,7 @@ CAPABILITIES = (80, 90, 100)
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
 _POINTERS = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 _DIVISIBLE = [["tt.divisibility", 16]]
 
