@@ -13,7 +13,9 @@ import torch
 
 from engine.kv_spec import most_blocks, spec_of
 from tests.families import FAMILIES, WINDOW, random_family
+from tests.native import INSTRUCTION_SETS
 from tests.oracle import LOGPROB_TOLERANCE, Greedy, Oracle, check_greedy
+from tests.worker.fake_graphs import FakePool
 from tests.worker.scheduled import BACKENDS, Engine, prompt_of
 from worker.kv_groups import kv_groups
 from worker.model_config import read_model_config
@@ -66,6 +68,18 @@ def test_ids_and_logprobs_are_the_oracles(models: Models, family: str, backend: 
     engine = Engine(path, num_stages, attention_backend=backend)
     prompts = [prompt_of(length) for length in (12, WINDOW - 2, WINDOW, WINDOW + 1, 48, 97)]
     check(models, path, engine, prompts, MAX_TOKENS)
+
+
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("family", NEW)
+def test_graphs_of_every_family(models: Models, family: str, mode: str) -> None:
+    """Windows, groups of layers and two kinds of turns; log probabilities of tokens beside ids."""
+    path, _ = models.get(family)
+    pool = FakePool()
+    engine = Engine(path, 2, cudagraph_mode=mode, cudagraph_capture_sizes=(4, 6, 40), pool=pool)
+    check(models, path, engine, [prompt_of(length) for length in (12, WINDOW + 1, 48)], MAX_TOKENS)
+    assert pool.replayed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -20,6 +20,8 @@ from worker.model_runner import ModelRunner
 MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 MOST_LIVE = 33
 NUM_BLOCKS = 256
+BOUNDARIES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33)
+"""Live requests at both sides of each size by rule."""
 
 needs_native_code = pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
 
@@ -93,12 +95,25 @@ def test_ids_are_those_of_eager_steps(checkpoints, expected, steps, mode: str, n
     pool = FakePool()
     assert ids_of(live_batches(make(checkpoints.fx_r, num_stages, mode, pool=pool), make_plans())) == expected
     chosen = CudagraphMode(mode)
-    # The first step is that of one prompt.
-    assert steps == Counter({chosen.of_decodes: 0}) + Counter(
-        {chosen.of_decodes: MOST_LIVE * num_stages}
-    ) + Counter({chosen.of_mixed: MOST_LIVE * num_stages})
+    each = MOST_LIVE * num_stages
+    assert steps == Counter({chosen.of_decodes: each}) + Counter({chosen.of_mixed: each})
     assert pool.replayed
     assert sorted(pool.released) == sorted(pool.captured)
+
+
+@pytest.fixture(scope="module")
+def expected_of_demo_model(demo_model) -> list[dict[int, int]]:
+    return ids_of(live_batches(make(demo_model), make_plans(), BOUNDARIES))
+
+
+@needs_native_code
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_of_the_demo_model(demo_model, expected_of_demo_model, mode: str, num_stages: int) -> None:
+    pipeline = make(demo_model, num_stages, mode, pool=FakePool())
+    assert ids_of(live_batches(pipeline, make_plans(), BOUNDARIES)) == expected_of_demo_model
 
 
 def test_a_backend_without_graph_support_runs_between_segments(checkpoints, expected, steps) -> None:
@@ -195,6 +210,21 @@ def test_a_rows_logits_do_not_depend_on_how_much_padding_there_is(checkpoints, m
     for other in logits.values():
         assert torch.isfinite(other).all()
         assert (other - logits[3,]).abs().max() < 1e-4
+
+
+@needs_native_code
+def test_a_prompts_token_among_decodes_samples_nothing(checkpoints) -> None:
+    """Every token of such a step has logits, some of which nobody wants."""
+    outputs = {}
+    for mode in ("none", "full"):
+        pipeline, plans = make(checkpoints.fx_r, 1, mode), make_plans()
+        for row, length in ((0, 4), (1, 9), (2, 5)):
+            plans.add(row, random.Random(row).choices(range(3, 512), k=length))
+        pipeline.run(plans.step({0: 4, 1: 7, 2: 5}))
+        outputs[mode] = [tokens_of(pipeline.run(plans.step(dict.fromkeys(rows, 1)))) for rows in ((0, 1, 2), (1,), (0, 2))]
+    assert outputs["full"] == outputs["none"]
+    # Row 1 has two tokens of its prompt left.
+    assert [sorted(tokens) for tokens in outputs["full"]] == [[0, 2], [1], [0, 2]]
 
 
 @needs_native_code
