@@ -69,7 +69,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(x.shape[0], -1, self.head_size)  # [T, H + 2 * G, D]
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self._turned(qk, cos, sin)
-        return Heads(q, k, v, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        return Heads(q, k, v, torch.empty_like(q, memory_format=torch.contiguous_format))
 
     def attend(self, heads: Heads, cache: Tensor, metadata: Any) -> None:
         """Write keys and values to the cache and fill ``attended``."""
