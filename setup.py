@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels" / "cpu" / "src"
 
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast"]
-FLAGS += ["-Wall", "-Wno-maybe-uninitialized", "-g0"]
+FLAGS += ["-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-g0"]
 
 X86 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 X86_512 = [*X86, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]

@@ -59,7 +59,7 @@ def packed_linear(
         raise ValueError(f"{x.dtype} to {dtype}: rows are bfloat16, and what comes out bfloat16 or float32")
     if bias is not None and bias.shape != (num_outputs,):
         raise ValueError(f"a bias of {tuple(bias.shape)} for {num_outputs} outputs")
-    native = native_for(x, packed, *([] if bias is None else [bias]))
+    native = native_for(x, packed) if bias is None else native_for(x, packed, bias)
     if native is None or not packed.is_contiguous():
         return packed_linear_definition(x, packed, num_outputs, bias, dtype)
     if x.stride(1) != 1:

@@ -80,11 +80,13 @@ def panel_attention(
     Bytes: the keys and values of every sequence, once (prefills: once for every 48 rows).
     """
     block_size = _block_size(cache, q)
-    num_heads, num_kv_heads, num_seqs = q.shape[1], cache.shape[1], seq_lens.shape[0]
-    if num_heads % num_kv_heads or query_starts.shape != (num_seqs + 1,) or block_table.shape[0] != num_seqs:
+    num_tokens, num_heads, head_size = q.shape
+    num_blocks, num_kv_heads = cache.shape[:2]
+    num_seqs, table_width = block_table.shape
+    if num_heads % num_kv_heads or query_starts.shape != (num_seqs + 1,) or seq_lens.shape != (num_seqs,):
         raise ValueError(
             f"{num_heads} heads over {num_kv_heads}, {query_starts.numel()} query starts, "
-            f"{block_table.shape[0]} tables for {num_seqs} sequences"
+            f"{num_seqs} tables for {seq_lens.numel()} sequences"
         )
     for tensor in (query_starts, seq_lens, block_table):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -92,7 +94,7 @@ def panel_attention(
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         raise ValueError(f"sinks must be {num_heads} float32, got {sinks.dtype} {tuple(sinks.shape)}")
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(num_tokens, num_heads, head_size, dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
         raise ValueError(f"out must be a contiguous {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
     if has_padding:
@@ -100,12 +102,12 @@ def panel_attention(
     is_done = _required().attention(
         out.data_ptr(), q.data_ptr(), cache.data_ptr(),
         query_starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), None if sinks is None else sinks.data_ptr(),
-        q.shape[0], cache.shape[0], block_table.shape[1], num_seqs, block_table.stride(0),
-        _token_stride(q), num_heads, num_kv_heads, block_size, q.shape[2],
+        num_tokens, num_blocks, table_width, num_seqs, block_table.stride(0),
+        _token_stride(q), num_heads, num_kv_heads, block_size, head_size,
         window or 0, scale, soft_cap or 0.0, DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if not is_done:
-        raise IndexError(f"starts, lengths or tables point outside of {q.shape[0]} tokens and {cache.shape[0]} blocks")
+        raise IndexError(f"starts, lengths or tables point outside of {num_tokens} tokens and {num_blocks} blocks")
     return out
 
 
@@ -141,21 +143,22 @@ def tokens_of_panels(cache: Tensor, head_size: int) -> Tensor:
 
 def _block_size(cache: Tensor, heads: Tensor) -> int:
     """What ``cache`` must be for tokens of [heads, D] each."""
-    head_size = heads.shape[-1]
-    if cache.dim() != 4 or cache.shape[2] != 2 or not cache.is_contiguous() or cache.device.type != "cpu":
-        raise ValueError(f"cache must be a contiguous [B, G, 2, K * D] on the CPU, got {tuple(cache.shape)}")
-    if head_size not in HEAD_SIZES or cache.shape[3] % (PANEL * head_size):
-        raise ValueError(f"heads of {head_size} elements do not fit a cache of {tuple(cache.shape)}")
+    head_size, shape = heads.shape[-1], cache.shape
+    if len(shape) != 4 or shape[2] != 2 or not cache.is_contiguous() or not cache.is_cpu:
+        raise ValueError(f"cache must be a contiguous [B, G, 2, K * D] on the CPU, got {tuple(shape)}")
+    if head_size not in HEAD_SIZES or shape[3] % (PANEL * head_size):
+        raise ValueError(f"heads of {head_size} elements do not fit a cache of {tuple(shape)}")
     if heads.dtype != cache.dtype or cache.dtype not in DTYPES:
         raise TypeError(f"{heads.dtype} does not fit a cache of {cache.dtype}")
-    return cache.shape[3] // head_size
+    return shape[3] // head_size
 
 
 def _token_stride(x: Tensor) -> int:
     """Elements from one token to the next of [T, heads, D]."""
-    if x.stride(2) != 1 or (x.stride(1) != x.shape[2] and x.shape[1] > 1):
+    to_token, to_head, to_element = x.stride()
+    if to_element != 1 or (to_head != x.shape[2] and x.shape[1] > 1):
         raise ValueError(f"each token's heads must lie together, got strides {x.stride()}")
-    return x.stride(0)
+    return to_token
 
 
 def _required() -> NativeLibrary:

@@ -120,7 +120,10 @@ def native_library() -> NativeLibrary | None:
 
 def native_for(*tensors: Tensor) -> NativeLibrary | None:
     """The library, when all of these are on the CPU and of one type that it knows. Their strides are the caller's matter."""
-    first = tensors[0]
-    if first.dtype not in DTYPES or any(t.device.type != "cpu" or t.dtype != first.dtype for t in tensors):
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
         return None
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.dtype != dtype:
+            return None
     return native_library()

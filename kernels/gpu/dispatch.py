@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 def triton_for(*tensors: Tensor) -> Any:
     """``kernels.gpu.library`` if Triton serves the device of all these tensors, else None."""
-    if not all(serves(tensor.device) for tensor in tensors):
-        return None
+    for tensor in tensors:
+        if not serves(tensor.device):
+            return None
     return _library()
 
 

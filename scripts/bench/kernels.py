@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.cpu.huge_pages import ask_for_huge_pages
 from kernels.cpu.native import native_library
 from kernels.rms_norm import add_rms_norm, add_rms_norm_definition
 from kernels.rope import apply_rope, apply_rope_definition
@@ -80,7 +81,11 @@ def layers(
     builder = backend.make_builder(
         num_heads=H, num_kv_heads=G, head_size=D, block_size=BLOCK_SIZE, dtype=BF16, device=CPU
     )
-    caches = [torch.randn(backend.cache_shape(num_blocks, BLOCK_SIZE, G, D)).to(BF16) for _ in range(num_layers)]
+    shape = backend.cache_shape(num_blocks, BLOCK_SIZE, G, D)
+    caches = torch.empty(num_layers, *shape, dtype=BF16)
+    ask_for_huge_pages(caches)  # as a worker's caches lie
+    for cache in caches:
+        cache.copy_(torch.randn(shape))
 
     def run() -> None:
         metadata = builder.build(common)

@@ -8,7 +8,11 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "panels.hpp"
+#include "attention_vectors.hpp"
+
+#if defined(__AMX_BF16__)
+#include "attention_tiles.hpp"
+#endif
 
 namespace {
 
@@ -19,6 +23,7 @@ constexpr int SPAN = 512;                 // tokens of a unit with a single quer
 constexpr int MAX_HEAD = 256;
 constexpr int LINES_PER_WEIGHTS = 3;      // fetched ahead for each vector of weights: memory must not rest during the softmax
 constexpr float NOTHING = -INFINITY;
+constexpr float LOG2_E = 1.44269504f;     // scores are turned to powers of two: those are computed faster than of e
 
 struct Problem {
     const void *q, *cache;
@@ -111,7 +116,10 @@ Plan cut(const Problem& p, Unit* units) {
     return plan;
 }
 
-int32_t tile_of(const Unit& unit) { return min_(TILE, TILE_SCORES / unit.num_rows / PANEL * PANEL); }
+template <class Products>
+int32_t tile_of(const Unit& unit) {
+    return min_(TILE, TILE_SCORES / Products::touched(unit.num_rows) / PANEL * PANEL);
+}
 
 template <class T>
 struct Scratch {
@@ -168,35 +176,48 @@ INLINE Vec capped(Vec x, float cap) {  // cap * tanh(x / cap)
     return cap - (2.0f * cap) / (e + 1.0f);
 }
 
-// One row's scores of a tile become weights; what was summed before shrinks to the new largest score.
-template <class T>
-void soften(const Problem& p, Sight sees, int32_t first, int32_t num_padded, int row, int64_t stride, Scratch<T>& s, Ahead& ahead) {
-    float* scores = s.scores + row * stride;
+// The scores of a tile whose row is capped, or doesn't see all of it: scaled, and in powers of two, where they lay.
+Vec prepare(const Problem& p, Sight sees, int32_t first, int32_t num_padded, float* scores) {
     IntVec lanes;
     for (int i = 0; i < W; ++i) lanes[i] = i;
     Vec tops = splat(NOTHING);
     for (int32_t i = 0; i < num_padded; i += W) {
         Vec v = load(scores + i) * p.scale;
         if (p.soft_cap != 0) v = capped(v, p.soft_cap);
+        v *= LOG2_E;
         if (first + i < sees.first || first + i + W - 1 > sees.last) {
             const IntVec tokens = lanes + (first + i);
             v = (tokens >= splat_int(sees.first)) & (tokens <= splat_int(sees.last)) ? v : splat(NOTHING);
         }
         store(scores + i, v);
-        tops = larger(tops, v);
+        tops = larger(v, tops);
     }
-    float largest = s.largest[row];
-    for (int i = 0; i < W; ++i) largest = tops[i] > largest ? tops[i] : largest;
+    return tops;
+}
+
+// One row's scores of a tile become weights; what was summed before shrinks to the new largest score.
+template <class T>
+void soften(const Problem& p, Sight sees, int32_t first, int32_t num_padded, int row, int64_t stride, Scratch<T>& s, Ahead& ahead) {
+    float* scores = s.scores + row * stride;
+    const bool is_plain = p.soft_cap == 0 && p.scale >= 0 && first >= sees.first && first + num_padded - 1 <= sees.last;
+    const float factor = is_plain ? p.scale * LOG2_E : 1.0f;
+    Vec tops = splat(NOTHING);
+    if (is_plain) {
+        for (int32_t i = 0; i < num_padded; i += W) tops = larger(load(scores + i), tops);
+    } else {
+        tops = prepare(p, sees, first, num_padded, scores);
+    }
+    const float top = largest_of(tops) * factor, largest = top > s.largest[row] ? top : s.largest[row];
     const float base = largest == NOTHING ? 0.0f : largest;
     Vec total = {};
     for (int32_t i = 0; i < num_padded; i += W) {
-        const Vec v = exponential(load(scores + i) - base);
+        const Vec v = power_of_two(load(scores + i) * factor - base);
         ahead.pull(LINES_PER_WEIGHTS);
         total += v;
         Op<T>::put(s.weights + row * (stride / E<T>), i, v);
     }
     if (largest > s.largest[row]) {
-        const float shrink = s.largest[row] == NOTHING ? 0.0f : expf(s.largest[row] - largest);
+        const float shrink = s.largest[row] == NOTHING ? 0.0f : exp2f(s.largest[row] - largest);
         s.total[row] *= shrink;
         float* sums = s.sums + row * p.shape.head_size;
         for (int64_t i = 0; i < p.shape.head_size; i += W) store(sums + i, load(sums + i) * shrink);
@@ -206,8 +227,9 @@ void soften(const Problem& p, Sight sees, int32_t first, int32_t num_padded, int
 }
 
 // While it computes, it has its values fetched, and then the keys of what comes next.
-template <class T>
-void add_tile(const Problem& p, const Unit& unit, int32_t first, int32_t end, int num_next, bool is_first, Scratch<T>& s) {
+template <class T, class Products>
+void add_tile(const Problem& p, const Unit& unit, int32_t first, int32_t end, int num_next, bool is_first,
+              const Products& products, Scratch<T>& s) {
     const int32_t first_seen = sight(p, unit.seq, unit.first_row).first;
     const int64_t head_size = p.shape.head_size, panel_bytes = head_size * PANEL * sizeof(T);
     const int num_panels = find_keys(p, unit, first, end, s.keys);
@@ -215,25 +237,12 @@ void add_tile(const Problem& p, const Unit& unit, int32_t first, int32_t end, in
     const T** fetched = s.ahead + TILE / PANEL - num_panels;
     for (int i = 0; i < num_panels; ++i) fetched[i] = s.keys[i] + p.shape.keys_to_values();
     Ahead ahead(reinterpret_cast<const void* const*>(fetched), num_panels + num_next, panel_bytes);
-    constexpr int PARTS = PANEL / W;
-    in_vectors(num_panels * PARTS, [&](auto n, int vector) {
-        const T* keys[n.value];
-        for (int i = 0; i < n.value; ++i) keys[i] = s.keys[(vector + i) / PARTS] + (vector + i) % PARTS * W * E<T>;
-        in_rows<MAX_ROWS>(unit.num_rows, [&](auto m, int row) {
-            score<T, m.value, n.value>(s.queries + row * (head_size / E<T>), head_size / E<T>, keys, head_size / E<T>,
-                                       s.scores + row * stride + vector * W, stride, ahead);
-        });
-    });
+    products.score(s.queries, s.keys, num_panels, s.scores, ahead);
     find_values(p, first, end, first_seen, num_panels, s);
     for (int row = 0; row < unit.num_rows; ++row) {
         soften(p, sight(p, unit.seq, unit.first_row + row), first, static_cast<int32_t>(stride), row, stride, s, ahead);
     }
-    in_vectors(static_cast<int>(head_size / W), [&](auto n, int vector) {
-        in_rows<MAX_ROWS>(unit.num_rows, [&](auto m, int row) {
-            mix<T, m.value, n.value>(s.weights + row * (stride / E<T>), stride / E<T>, s.values, num_panels, head_size, vector * W,
-                                     s.sums + row * head_size, !is_first, ahead);
-        });
-    });
+    products.mix(s.weights, s.values, num_panels, s.sums, !is_first, ahead);
 }
 
 template <class T>
@@ -247,14 +256,14 @@ template <class T>
 void finish_row(const Problem& p, T* out, const float* sums, float largest, float total, int64_t head) {
     float factor = 1.0f;
     if (p.sinks) {
-        const float top = p.sinks[head] > largest ? p.sinks[head] : largest;
-        factor = expf(largest - top);
-        total = total * factor + expf(p.sinks[head] - top);
+        const float sink = p.sinks[head] * LOG2_E, top = sink > largest ? sink : largest;
+        factor = exp2f(largest - top);
+        total = total * factor + exp2f(sink - top);
     }
     for (int64_t i = 0; i < p.shape.head_size; i += W) store(out + i, load(sums + i) * (factor / total));
 }
 
-template <class T>
+template <class T, class Products>
 void run(const Problem& p, const Unit& unit, const Unit* next, Part* parts, float* part_sums) {
     Scratch<T> s;
     const int64_t head_size = p.shape.head_size, group = p.num_heads / p.shape.num_kv_heads;
@@ -265,17 +274,20 @@ void run(const Problem& p, const Unit& unit, const Unit* next, Part* parts, floa
         s.largest[row] = NOTHING;
         s.total[row] = 0;
     }
-    memset(s.sums, 0, unit.num_rows * head_size * sizeof(float));
-    const int32_t tile = tile_of(unit);
+    const int touched = Products::touched(unit.num_rows);
+    memset(s.queries + unit.num_rows * head_size / E<T>, 0, (touched - unit.num_rows) * head_size / E<T> * sizeof(Row<T>));
+    memset(s.sums, 0, touched * head_size * sizeof(float));
+    const Products products(unit.num_rows, head_size);
+    const int32_t tile = tile_of<Products>(unit);
     for (int32_t token = unit.first_token; token < unit.end_token; token += tile) {
         const int32_t end = min_(token + tile, unit.end_token);
         int num_next = 0;
         if (end < unit.end_token) {
             num_next = find_keys(p, unit, end, min_(end + tile, unit.end_token), s.ahead + TILE / PANEL);
         } else if (next) {
-            num_next = find_keys(p, *next, next->first_token, min_(next->first_token + tile_of(*next), next->end_token), s.ahead + TILE / PANEL);
+            num_next = find_keys(p, *next, next->first_token, min_(next->first_token + tile_of<Products>(*next), next->end_token), s.ahead + TILE / PANEL);
         }
-        add_tile(p, unit, token, end, num_next, token == unit.first_token, s);
+        add_tile(p, unit, token, end, num_next, token == unit.first_token, products, s);
     }
     if (unit.part >= 0) {
         memcpy(parts[unit.part].largest, s.largest, unit.num_rows * sizeof(float));
@@ -304,7 +316,7 @@ void merge(const Problem& p, const Unit& unit, int count, const Part* parts, con
         memset(sums, 0, sizeof sums);
         for (int i = 0; i < count; ++i) {
             const Part& part = parts[unit.part + i];
-            const float factor = part.largest[row] == largest ? 1.0f : expf(part.largest[row] - largest);
+            const float factor = part.largest[row] == largest ? 1.0f : exp2f(part.largest[row] - largest);
             const float* from = part_sums + ((unit.part + i) * part_rows(p) + row) * head_size;
             total += part.total[row] * factor;
             for (int64_t j = 0; j < head_size; j += W) store(sums + j, load(sums + j) + load(from + j) * factor);
@@ -313,6 +325,24 @@ void merge(const Problem& p, const Unit& unit, int count, const Part* parts, con
         finish_row(p, row_of_out<T>(p, unit.seq, unit.kv_head, unit.first_row + row), sums, largest, total, head);
     }
 }
+
+// Calls body(Type<Products>) with the way in which a unit is multiplied.
+template <class T, class Body>
+void with_products(Type<T>, const Unit&, const Body& body) {
+    body(Type<VectorProducts<T>>());
+}
+
+#if defined(__AMX_BF16__)
+// With few rows memory is the limit, and vectors leave it more time to bring what comes next.
+template <class Body>
+void with_products(Type<BFloat16>, const Unit& unit, const Body& body) {
+    if (unit.num_rows > MAX_ROWS) {
+        body(Type<TileProducts>());
+    } else {
+        body(Type<VectorProducts<BFloat16>>());
+    }
+}
+#endif
 
 template <class T>
 void attend(const Problem& p, int num_threads) {
@@ -326,7 +356,10 @@ void attend(const Problem& p, int num_threads) {
     // A few neighbours at a time: a thread knows what it reads next.
     const int64_t chunk = plan.num_units / (num_threads * 8) + 1;
     parallel_for(plan.num_units, chunk, num_threads, [&](int64_t i) {
-        run<T>(p, units[i], (i + 1) % chunk && i + 1 < plan.num_units ? &units[i + 1] : nullptr, parts, part_sums);
+        with_products(Type<T>(), units[i], [&](auto type) {
+            using Products = typename decltype(type)::type;
+            run<T, Products>(p, units[i], (i + 1) % chunk && i + 1 < plan.num_units ? &units[i + 1] : nullptr, parts, part_sums);
+        });
     });
     for (int64_t i = 0; i < plan.num_units;) {
         int count = 1;
@@ -344,6 +377,27 @@ void attend(const Problem& p, int num_threads) {
     free(part_sums);
 }
 
+template <class T>
+void put_key(T* panel, int64_t token, const T* key, int64_t head_size) {
+    for (int64_t i = 0; i < head_size; i += E<T>) memcpy(panel + i * PANEL + token * E<T>, key + i, 4);
+}
+
+template <class T>
+void put_value(T* panel, int64_t token, const T* value, int64_t head_size) {
+    T* to = panel + token / E<T> * E<T> * head_size;
+#if defined(__AVX512BW__)
+    if constexpr (E<T> == 2) {  // its neighbour may be another thread's: that one's elements are not written
+        const uint32_t is_written = token % 2 ? 0xaaaaaaaa : 0x55555555;
+        for (int64_t i = 0; i < head_size; i += W) {
+            const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i)));
+            _mm512_mask_storeu_epi16(to + 2 * i, is_written, _mm512_slli_epi32(pairs, static_cast<unsigned>(token % 2 * 16)));
+        }
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < head_size; ++i) to[i * E<T> + token % E<T>] = value[i];
+}
+
 }  // namespace
 
 // q: tokens q_stride elements apart, [num_heads, head_size] each; out: the same, contiguous; tokens of no sequence are not written.
@@ -351,8 +405,8 @@ void attend(const Problem& p, int num_threads) {
 // tables point outside of what there is.
 EXPORT(int, attention)
 (void* out, const void* q, const void* cache, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* block_table,
- const float* sinks, int64_t num_tokens, int64_t num_blocks, int64_t table_width, int64_t num_seqs, int64_t table_stride, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
- int64_t block_size, int64_t head_size, int64_t window, float scale, float soft_cap, int dtype, int num_threads) {
+ const float* sinks, int64_t num_tokens, int64_t num_blocks, int64_t table_width, int64_t num_seqs, int64_t table_stride,
+ int64_t q_stride, int64_t num_heads, int64_t num_kv_heads, int64_t block_size, int64_t head_size, int64_t window, float scale, float soft_cap, int dtype, int num_threads) {
     const Problem problem{q,        cache,        out,      query_starts, seq_lens,
                           block_table, sinks,     num_seqs, table_stride, q_stride,
                           num_heads, {num_kv_heads, block_size, head_size}, scale, soft_cap, window};
@@ -364,8 +418,8 @@ EXPORT(int, attention)
 // k, v: tokens k_stride and v_stride elements apart, [num_kv_heads, head_size] each. A negative slot is padding. Returns 0, and
 // does nothing, when a slot lies behind the cache.
 EXPORT(int, append_kv)
-(void* cache, const void* k, const void* v, const int64_t* slots, int64_t num_blocks, int64_t num_tokens, int64_t k_stride, int64_t v_stride,
- int64_t num_kv_heads, int64_t block_size, int64_t head_size, int dtype, int num_threads) {
+(void* cache, const void* k, const void* v, const int64_t* slots, int64_t num_blocks, int64_t num_tokens, int64_t k_stride,
+ int64_t v_stride, int64_t num_kv_heads, int64_t block_size, int64_t head_size, int dtype, int num_threads) {
     const CacheShape shape{num_kv_heads, block_size, head_size};
     for (int64_t token = 0; token < num_tokens; ++token) {
         if (slots[token] >= num_blocks * block_size) return 0;
@@ -374,15 +428,12 @@ EXPORT(int, append_kv)
         using T = typename decltype(type)::type;
         parallel_for(num_tokens, 16, num_threads, [&](int64_t token) {
             if (slots[token] < 0) return;
-            const int64_t block = slots[token] / block_size, offset = slots[token] % block_size, in_panel = offset % PANEL;
+            const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
             for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
-                const T* key = static_cast<const T*>(k) + token * k_stride + kv_head * head_size;
-                const T* value = static_cast<const T*>(v) + token * v_stride + kv_head * head_size;
                 T* keys = static_cast<T*>(cache) + shape.keys(block, kv_head, offset);
-                T* values = keys + shape.keys_to_values() + in_panel / E<T> * head_size * E<T> + in_panel % E<T>;
-                keys += in_panel * E<T>;
-                for (int64_t i = 0; i < head_size; i += E<T>) memcpy(keys + i * PANEL, key + i, 4);
-                for (int64_t i = 0; i < head_size; ++i) values[i * E<T>] = value[i];
+                put_key(keys, offset % PANEL, static_cast<const T*>(k) + token * k_stride + kv_head * head_size, head_size);
+                put_value(keys + shape.keys_to_values(), offset % PANEL, static_cast<const T*>(v) + token * v_stride + kv_head * head_size,
+                          head_size);
             }
         });
     });

@@ -19,6 +19,14 @@ int64_t rows_at_once(int64_t num_inputs) {  // their inputs stay in the second c
     return fitting < 4 * TILE_HEIGHT ? 4 * TILE_HEIGHT : fitting;
 }
 
+// Tiles 0 to 3 are sums, 4 and 5 hold rows, 6 and 7 columns.
+TileShapes shapes(int64_t height) {
+    TileShapes shapes;
+    shapes.set(0, 5, height, TILE_BYTES);
+    shapes.set(6, 7, TILE_STEPS, TILE_BYTES);
+    return shapes;
+}
+
 // The columns of a panel from an output on. Where inputs are no multiple of 32, the last ones are read from a copy that zeros
 // follow: what follows them in the panel may be anything.
 struct Columns {
@@ -96,7 +104,7 @@ INLINE void multiply(const Product& p, const RowTiles& rows, const Columns& colu
     }
     if (columns.rest) add_tile_steps<M, N>(first, second, p.row_bytes, columns.rest);
     alignas(64) float sums[M * TILE_HEIGHT * N * W];
-    store_tiles<M, N>(sums, N * W);
+    store_tiles<M, N>(sums, N * W, TILE_HEIGHT);
     write_rows<N, Out>(p, rows.first, rows.height, output, sums);
     if constexpr (M == 2) write_rows<N, Out>(p, rows.second, rows.height, output, sums + TILE_HEIGHT * N * W);
 }
@@ -128,7 +136,7 @@ void run(const Product& p, int64_t first_row, int64_t end_row, int64_t first_pie
     const int64_t num_rows = end_row - first_row, num_whole = p.num_steps / TILE_STEPS, num_rest = p.num_steps % TILE_STEPS;
     if (num_rows == 0) return;
     const int64_t height = parts_of(num_rows, parts_of(num_rows, TILE_HEIGHT)), end = least(end_piece * PIECE, p.num_outputs);
-    const Tiles tiles(height, TILE_STEPS);
+    const Tiles tiles(shapes(height));
     alignas(64) char rest[TILE_STEPS * STEP_BYTES] = {};
     for (int64_t output = first_piece * PIECE; output < end;) {
         const int64_t panel = output / PANEL_OUTPUTS, panel_end = least((panel + 1) * PANEL_OUTPUTS, end);

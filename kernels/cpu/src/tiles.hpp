@@ -11,32 +11,29 @@ namespace {
 constexpr int TILE_BYTES = 64;  // of a row, at most: 16 sums, or 16 pairs
 constexpr int TILE_HEIGHT = 16;
 
-// Tiles 0 to 3 are sums, 4 and 5 hold rows (a), 6 and 7 columns (b).
+class TileShapes {
+public:
+    // All tiles from `first` to `last`.
+    void set(int first, int last, int64_t num_rows, int64_t row_bytes) {
+        for (int tile = first; tile <= last; ++tile) {
+            num_rows_[tile] = static_cast<uint8_t>(num_rows);
+            row_bytes_[tile] = static_cast<uint16_t>(row_bytes);
+        }
+    }
+
+private:
+    uint8_t palette_ = 1, start_row_ = 0, reserved_[14] = {};
+    uint16_t row_bytes_[16] = {};
+    uint8_t num_rows_[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64, "as the processor reads them");
+
 class Tiles {
 public:
-    Tiles(int64_t num_rows, int64_t num_pairs) {
-        Shapes shapes = {};
-        shapes.palette = 1;
-        for (int tile = 0; tile < 4; ++tile) shapes.set(tile, num_rows, TILE_BYTES);
-        for (int tile = 4; tile < 6; ++tile) shapes.set(tile, num_rows, num_pairs * 4);
-        for (int tile = 6; tile < 8; ++tile) shapes.set(tile, num_pairs, TILE_BYTES);
-        asm volatile("ldtilecfg %0" : : "m"(shapes));
-    }
+    explicit Tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
     ~Tiles() { asm volatile("tilerelease"); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
-
-private:
-    struct Shapes {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t num_rows[16];
-
-        void set(int tile, int64_t rows, int64_t bytes) {
-            num_rows[tile] = static_cast<uint8_t>(rows);
-            row_bytes[tile] = static_cast<uint16_t>(bytes);
-        }
-    };
 };
 
 template <int Tile>
@@ -65,11 +62,17 @@ INLINE void multiply_add_tile() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(A), "i"(B));
 }
 
-// Tiles 0 to M * N - 1, N side by side, `stride` sums from a row to the next.
+// Tiles 0 to M * N - 1, N of them side by side, `height` rows each; `stride` sums from a row to the next.
 template <int M, int N, int Tile = 0>
-INLINE void store_tiles(float* sums, int64_t stride) {
-    store_tile<Tile>(sums + Tile / N * TILE_HEIGHT * stride + Tile % N * 16, stride * sizeof(float));
-    if constexpr (Tile + 1 < M * N) store_tiles<M, N, Tile + 1>(sums, stride);
+INLINE void load_tiles(const float* sums, int64_t stride, int64_t height) {
+    load_tile<Tile>(sums + Tile / N * height * stride + Tile % N * 16, stride * sizeof(float));
+    if constexpr (Tile + 1 < M * N) load_tiles<M, N, Tile + 1>(sums, stride, height);
+}
+
+template <int M, int N, int Tile = 0>
+INLINE void store_tiles(float* sums, int64_t stride, int64_t height) {
+    store_tile<Tile>(sums + Tile / N * height * stride + Tile % N * 16, stride * sizeof(float));
+    if constexpr (Tile + 1 < M * N) store_tiles<M, N, Tile + 1>(sums, stride, height);
 }
 
 }  // namespace

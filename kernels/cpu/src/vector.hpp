@@ -133,13 +133,49 @@ INLINE void store_some(T* to, Vec v, int64_t count) {
     memcpy(to, buffer, count * sizeof(T));
 }
 
+#if defined(__AVX512F__)
+INLINE float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float largest_of(Vec v) { return _mm512_reduce_max_ps((__m512)v); }
+INLINE Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }  // b when either is NaN
+#else
 INLINE float sum(Vec v) {
     float total = 0;
     for (int i = 0; i < W; ++i) total += v[i];
     return total;
 }
 
-INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+INLINE float largest_of(Vec v) {  // when none is NaN
+    float largest = v[0];
+    for (int i = 1; i < W; ++i) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+}
+
+INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b when either is NaN
+#endif
+
+// 2^x for x below 127, within 2 units in the last place; 0 below -126 or a little less, NaN stays NaN.
+INLINE Vec power_of_two(Vec x) {
+#if defined(__AVX512F__)
+    const Vec rest = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // of minus infinity: 0
+#else
+    const Vec clamped = x < -126.0f ? splat(-126.0f) : x;
+    const Vec shifted = clamped - 0.5f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    const Vec rest = clamped - (shifted - 12582912.0f);
+#endif
+    Vec power = splat(1.877576695e-3f);  // 2^rest for rest in [0, 1]
+    power = power * rest + 8.989339694e-3f;
+    power = power * rest + 5.582631752e-2f;
+    power = power * rest + 2.401536107e-1f;
+    power = power * rest + 6.931530833e-1f;
+    power = power * rest + 9.999999404e-1f;
+#if defined(__AVX512F__)
+    return (Vec)_mm512_scalef_ps((__m512)power, (__m512)x);
+#else
+    const IntVec exponent = (bit_cast<IntVec>(shifted) - 0x4b400000) << 23;
+    const Vec result = bit_cast<Vec>(bit_cast<IntVec>(power) + exponent);
+    return x >= -126.0f ? result : (x == x ? splat(0.0f) : x);
+#endif
+}
 
 // e^x, within 2 units in the last place; 0 below -87, NaN stays NaN.
 INLINE Vec exponential(Vec x) {
