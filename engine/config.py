@@ -59,6 +59,8 @@ class CoreConfig:
     """Fixes the number of groups of decodes, for comparison; None lets the cost model choose."""
     single_batch: bool = False
     """One step in flight, which takes all that is ready: for comparison."""
+    logits_processors: tuple[str, ...] = ()
+    """Names that the last stage has loaded functions for: requests may use them."""
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""
     drain_timeout_s: float = 30.0

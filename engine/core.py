@@ -18,10 +18,11 @@ from pathlib import Path
 
 import zmq
 
+from engine.admission import check_request
 from engine.config import CoreConfig, ModelFiles
 from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
-from engine.gateway import FromClient, Gateway, check_request
+from engine.gateway import FromClient, Gateway
 from engine.grammar_compiler import GrammarCompiler, load_vocabulary
 from engine.policies import Deadlines, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
@@ -535,6 +536,7 @@ class EngineCore:
             tokenizer_config=self._files.tokenizer_config,
             chat_template=self._files.chat_template,
             generation_config=self._files.generation_config,
+            logits_processors=self._config.logits_processors,
         )
 
     def _answer(self, message: Control) -> ControlReply:

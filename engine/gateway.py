@@ -5,7 +5,6 @@ it; a client that can't be reached any more has its requests aborted.
 """
 
 import logging
-import math
 import socket
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from ipc.messages import (
     Attach,
     Control,
     ControlReply,
-    ModelInfo,
     RequestFailed,
     RequestOutput,
     TimelineReply,
@@ -182,39 +180,6 @@ class _Updates:
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
-
-
-def check_request(message: AddRequest, info: ModelInfo) -> None:
-    """Refuse what can never be served. Raises RequestError naming field, value and rule."""
-    for name in ("prompt_token_ids", "output_token_ids"):
-        ids = getattr(message, name)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
-            wrong = int(ids[(ids < 0) | (ids >= info.vocab_size)][0])
-            raise RequestError(f"{name} holds {wrong}; ids must be between 0 and {info.vocab_size - 1}", field=name)
-    if not message.prompt_token_ids.size:
-        raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
-    num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
-    if num_tokens >= info.max_model_len:
-        raise RequestError(
-            f"prompt_token_ids has {num_tokens} tokens; the context limit is {info.max_model_len} with at least one "
-            "token for the answer",
-            field="prompt_token_ids",
-        )
-    for token_id in message.params.stop_token_ids:
-        if token_id >= info.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token_id}; ids must be between 0 and {info.vocab_size - 1}",
-                field="stop_token_ids",
-            )
-    timeout_s = message.timeout_s
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise RequestError(f"timeout_s={timeout_s} must be a finite number of seconds above 0", field="timeout_s")
-    most = message.params.max_tokens
-    if most is not None and message.output_token_ids.size >= most:
-        raise RequestError(
-            f"output_token_ids has {message.output_token_ids.size} tokens, max_tokens={most} leaves none to generate",
-            field="output_token_ids",
-        )
 
 
 def _check_path(address: str) -> None:

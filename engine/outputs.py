@@ -1,5 +1,6 @@
 """What a text client's consumer gets, and how the core's messages become it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from ipc.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely one token was, by log-softmax of the model's raw logits."""
+    """How likely one token was, by log-softmax of what the request's ``logprobs_mode`` says."""
 
     token_id: int
     logprob: float
@@ -22,7 +23,7 @@ class TokenLogprob:
     """What the token adds to the text. Tokens may hold parts of characters: join bytes before decoding."""
 
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens, best first: id and log probability."""
+    """The most likely tokens, best first: id and log probability. Tokens that can't come are left out."""
 
     top_bytes: tuple[bytes, ...] = ()
 
@@ -50,7 +51,7 @@ class Output:
     """New text. It may be empty while bytes of a character, or what may become a stop string, are held back."""
 
     text: str
-    """All so far: every delta joined."""
+    """All so far: every delta joined. With ``echo`` it begins with the prompt's text."""
 
     token_ids: list[int]
     """All so far, a final stop token included."""
@@ -85,13 +86,16 @@ class Answer:
         num_prompt_tokens: int,
         detokenizer: Detokenizer | None,
         token_bytes: Callable[[int], bytes],
+        echoed: str = "",
     ) -> None:
-        """``detokenizer`` None: the model has no tokenizer, and there is no text."""
+        """``detokenizer`` None: the model has no tokenizer, and there is no text. ``echoed`` stands before the answer."""
         self.request_id = request_id
         self._num_prompt_tokens = num_prompt_tokens
         self._detokenizer = detokenizer
         self._token_bytes = token_bytes
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._echoed = echoed
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -109,6 +113,7 @@ class Answer:
             delta += self._stops.flush()
         if self._stops.matched is not None:
             finish_reason, stop_reason = "stop", self._stops.matched
+        delta, self._echoed = self._echoed + delta, ""
         self._text += delta
         self._take_logprobs(message, len(self._token_ids) - num_before)
         return Output(
@@ -137,7 +142,8 @@ class Answer:
             self._token_ids.append(token_id)
             is_stop_token = index == last and message.finish_reason == "stop"
             if self._detokenizer is not None and not is_stop_token:
-                pieces.append(self._stops.push(self._detokenizer.add(token_id)))
+                heeded = len(self._token_ids) > self._min_tokens
+                pieces.append(self._stops.push(self._detokenizer.add(token_id), heeded=heeded))
                 if self._stops.matched is not None:
                     break
         return "".join(pieces)
@@ -158,8 +164,13 @@ class Answer:
                 logprob=values[start],
                 rank=rank,
                 token_bytes=self._token_bytes(ids[start]),
-                top=tuple(zip(ids[start + 1 : start + width], values[start + 1 : start + width], strict=True)),
-                top_bytes=tuple(map(self._token_bytes, ids[start + 1 : start + width])),
+                top=(top := _possible(ids[start + 1 : start + width], values[start + 1 : start + width])),
+                top_bytes=tuple(self._token_bytes(token_id) for token_id, _ in top),
             )
             for start, rank in zip(range(0, len(ids), width), ranks, strict=True)
         ]
+
+
+def _possible(token_ids: list[int], logprobs: list[float]) -> tuple[tuple[int, float], ...]:
+    """Without tokens that can't come, as filters and masks leave them."""
+    return tuple(entry for entry in zip(token_ids, logprobs, strict=True) if entry[1] > -math.inf)

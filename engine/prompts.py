@@ -1,7 +1,7 @@
 """A text client's way in: prompts and messages to token ids, checked against the model's limits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.outputs import Answer
@@ -9,7 +9,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import RequestError
 from ipc.messages import ModelInfo
-from ipc.params import MAX_TOKEN_ID, SamplingParams
+from ipc.params import MAX_BAD_WORD_TOKENS, MAX_TOKEN_ID, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,10 @@ class Prepared:
 
     token_ids: list[int]
     params: SamplingParams
+    """As the core takes them: words are token ids."""
+
+    echoed: str = ""
+    """Text that the answer's begins with."""
 
 
 class TextSide:
@@ -47,7 +51,7 @@ class TextSide:
             RequestError: naming field, value and rule.
         """
         if isinstance(prompt, str):
-            return self._checked(self.tokenizer.encode(prompt), params, "prompt")
+            return self._checked(self.tokenizer.encode(prompt), params, "prompt", text=prompt)
         return self._checked(_id_list(prompt), params, "prompt")
 
     def prepare_chat(
@@ -63,15 +67,19 @@ class TextSide:
         if tokenizer is None:
             return Answer(request_id, params, len(prepared.token_ids), None, lambda token_id: b"")
         detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        return Answer(request_id, params, len(prepared.token_ids), detokenizer, tokenizer.token_bytes)
+        num_tokens = len(prepared.token_ids)
+        return Answer(request_id, params, num_tokens, detokenizer, tokenizer.token_bytes, prepared.echoed)
 
-    def _checked(self, token_ids: list[int], params: SamplingParams | None, field: str) -> Prepared:
+    def _checked(
+        self, token_ids: list[int], params: SamplingParams | None, field: str, text: str | None = None
+    ) -> Prepared:
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", field="params")
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", field="stop")
+        for name, other in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids"), ("echo", "the prompt")):
+            if getattr(params, name) and self._tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer, and this model has none; use {other}", field=name)
         if not token_ids:
             raise RequestError(
                 f"{field} has 0 tokens; at least one is needed, and this model adds none of its own", field=field
@@ -83,7 +91,26 @@ class TextSide:
                 "answer",
                 field=field,
             )
-        return Prepared(token_ids=token_ids, params=params)
+        echoed = ""
+        if params.echo:
+            skips = params.skip_special_tokens
+            echoed = text if text is not None else self.tokenizer.decode(token_ids, skip_special_tokens=skips)
+        if params.bad_words:
+            ids = [spelling for word in params.bad_words for spelling in _spellings(word, self.tokenizer)]
+            params = replace(params, bad_words=(), bad_word_ids=(*params.bad_word_ids, *ids))
+        return Prepared(token_ids=token_ids, params=params, echoed=echoed)
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of a word at the beginning of a text, and behind a space."""
+    bare = word.strip()
+    found = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)}
+    for token_ids in found:
+        if len(token_ids) > MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words={word!r} has {len(token_ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed", field="bad_words"
+            )
+    return sorted(found)
 
 
 def _id_list(prompt: Any) -> list[int]:

@@ -433,7 +433,7 @@ class Scheduler:
             item = RequestProgress(request=request, new_token_ids=[])
             try:
                 if row in nan_rows:
-                    raise RequestError("the model produced NaN", code="internal")
+                    raise RequestError("no token can be chosen: the model produced NaN, or rules bar all", code="internal")
                 if request.row == row:
                     request.num_computed_tokens += num_tokens
                     if request.num_computed_tokens >= request.next_block_edge:

@@ -32,7 +32,7 @@ MAX_COLUMN = 1 << 20
 MAX_HEAD_BYTES = 1 << 28
 """Enough for a ModelInfo with the largest tokenizer."""
 
-MAX_CLIENT_HEAD_BYTES = 1 << 18
+MAX_CLIENT_HEAD_BYTES = 1 << 19
 """Enough for a request with every list and text of its parameters at its limit."""
 
 MAX_ITEMS = 1 << 16

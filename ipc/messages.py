@@ -462,6 +462,8 @@ class ModelInfo:
     """JSON object: special tokens, add_bos_token, and what else the model's tokenizer_config.json holds."""
     chat_template: str | None = None
     generation_config: Blob = b"{}"
+    logits_processors: tuple[Name, ...] = ()
+    """Names of those that requests may ask for."""
 
 
 @part

@@ -133,6 +133,8 @@ SERVE_OPTIONS = (
     _option(_MODEL, "--cudagraph-capture-sizes", type=Sizes(), default=None, metavar="N,N,…",
             help="Tokens that captured steps have; others are padded to the next size, larger ones run eagerly.  "
             "[default: 1, 2, 4, multiples of 8, from 256 on of 16, up to twice --max-num-seqs but at most 512]"),
+    _option(_MODEL, "--logits-processor", multiple=True, metavar="MODULE:ATTR",
+            help="Function that changes logits for requests that name it; repeatable. See docs/sampling.md."),
     _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
     _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=None,

@@ -37,6 +37,7 @@ LAZY_IMPORTS = {
 
 IMPORTS_BY_NAME = {
     "scripts/cli.py": "a command's module is loaded when the command is asked for",
+    "worker/logits_processors.py": "an operator names functions of modules of their own",
     "worker/models/building.py": "a model family is loaded when a checkpoint asks for it",
 }
 """Files that may call importlib.import_module."""

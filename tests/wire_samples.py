@@ -21,6 +21,9 @@ PARAMS = SamplingParams(
     max_tokens=5, temperature=0.5, top_k=4, top_p=0.25, seed=9, stop=("a", "é"), stop_token_ids=(3, 4), ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2, prompt_logprobs=0,
     prefix_caching=False, cache_salt="é", structured={"regex": "a|é"},
+    min_p=0.125, typical_p=0.75, presence_penalty=0.5, frequency_penalty=-0.5,
+    repetition_penalty=1.25, min_tokens=2, logit_bias={3: -100, 70000: 0.5}, allowed_token_ids=(1, 70000), bad_words=("é",),
+    bad_word_ids=((5, 6), (7,)), logprobs_mode="processed", n=2, echo=True, logits_processors={"a:b": {"strength": 0.5, "on": True}},
 )  # fmt: skip
 
 
@@ -90,6 +93,7 @@ SAMPLES: list[Any] = [
     m.ModelInfo(
         core_id=1, version="0.1.0", name="m", num_stages=2, vocab_size=512, max_model_len=64, max_num_seqs=8,
         eos_token_ids=[1, 2], tokenizer=b"{}", tokenizer_config=b"{}", chat_template="t", generation_config=b"[]",
+        logits_processors=("a:b",),
     ),
     m.RequestOutput(
         core_id=1, request_id="r", new_token_ids=[7], finish_reason="stop", stop_reason=7, num_prompt_tokens=3,

@@ -1,6 +1,8 @@
 """How do a step's log probabilities get into the columns that travel to the core?"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from ipc.messages import LogprobColumns
 from worker.input_batch import PromptSlice, SamplingRows
-from worker.request_states import NO_LOGPROBS
-from worker.sampler import gather_logprobs, nan_rows
+from worker.sampler import gather_logprobs, nan_rows, processed_logits
+from worker.sampling_states import NO_LOGPROBS
 
 MAX_LOGITS_BYTES = 64 << 20
 """Logits of prompt positions that exist at once: more would save no time and take gigabytes for a long chunk."""
@@ -54,19 +56,52 @@ class _Columns:
         )
 
 
-def sampled_logprobs(logits: Tensor, sampled: Tensor, sampling: SamplingRows) -> LogprobColumns | None:
-    """Of the tokens just sampled, for rows that ask; None when none does. ``logits``: [S', V]."""
-    wanted = sampling.num_logprobs
-    asking = [i for i, num_top in enumerate(wanted) if num_top != NO_LOGPROBS]
-    if not asking:
-        return None
-    index = torch.tensor(asking, device=logits.device)
-    ids, logprobs, ranks = _gather(logits[index], sampled[index], max(wanted[i] for i in asking))
+@dataclass(frozen=True, slots=True)
+class RawLogits:
+    """Logits of rows that want log probabilities of them, as they were before rules changed them."""
+
+    places: list[int]
+    """Of these rows among those that sample."""
+
+    logits: Tensor
+    """[N, V]."""
+
+
+def raw_logits(logits: Tensor, sampling: SamplingRows) -> RawLogits | None:
+    """Of rows that ask; None when none does. ``logits``: [S', V]."""
+    places = np.flatnonzero((sampling.num_logprobs != NO_LOGPROBS) & ~sampling.wants_processed).tolist()
+    return RawLogits(places, logits[torch.tensor(places, device=logits.device)]) if places else None
+
+
+def sampled_logprobs(
+    raw: RawLogits | None, logits: Tensor, sampled: Tensor, sampling: SamplingRows
+) -> LogprobColumns | None:
+    """Of the tokens just sampled, for rows that ask; None when none does. ``logits``: [S', V] after all rules."""
+    found = [] if raw is None else _of_places(raw.places, raw.logits, sampled, sampling)
+    places = np.flatnonzero((sampling.num_logprobs != NO_LOGPROBS) & sampling.wants_processed).tolist()
+    if places:
+        index = torch.tensor(places, device=logits.device)
+        found += _of_places(places, processed_logits(logits[index], sampling.params.filters.of(index)), sampled, sampling)
     columns = _Columns()
-    for k, i in enumerate(asking):
-        one = slice(k, k + 1)
-        columns.add(int(sampling.rows[i]), int(sampling.positions[i]), wanted[i], (ids[one], logprobs[one], ranks[one]))
-    return columns.freeze()
+    for place, gathered in sorted(found, key=itemgetter(0)):
+        num_top = int(sampling.num_logprobs[place])
+        columns.add(int(sampling.rows[place]), int(sampling.positions[place]), num_top, gathered)
+    return columns.freeze() if found else None
+
+
+def _of_places(
+    places: list[int], logits: Tensor, sampled: Tensor, sampling: SamplingRows
+) -> list[tuple[int, Gathered]]:
+    """Rows that want as many alternatives are worked on together."""
+    wanted, found = sampling.num_logprobs[places], []
+    for num_top in np.unique(wanted).tolist():
+        some = np.flatnonzero(wanted == num_top).tolist()
+        chosen = [places[i] for i in some]
+        token_ids = sampled[torch.tensor(chosen, device=logits.device)]
+        ids, logprobs, ranks = _gather(logits[torch.tensor(some, device=logits.device)], token_ids, num_top)
+        ones = [slice(k, k + 1) for k in range(len(chosen))]
+        found += [(place, (ids[one], logprobs[one], ranks[one])) for place, one in zip(chosen, ones, strict=True)]
+    return found
 
 
 def prompt_logprobs(

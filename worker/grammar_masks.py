@@ -1,6 +1,6 @@
 """How do the masks that the core sends act on a step's logits?
 
-Before everything else that changes logits: filters and penalties choose among the tokens that the grammar allows.
+What they forbid stays forbidden, whatever a request's own rules do to the logits.
 """
 
 import numpy as np
@@ -14,17 +14,17 @@ from kernels.token_mask import apply_token_mask
 from worker.transfer import to_device
 
 
-def masked_logits(logits: Tensor, rows: NDArray[np.int64], grammar: GrammarOutput | None) -> Tensor:
-    """Logits to choose tokens from: those of forbidden tokens are -inf in rows with a mask.
+def apply_masks(logits: Tensor, rows: NDArray[np.int64], grammar: GrammarOutput | None) -> Tensor | None:
+    """Make the logits of forbidden tokens -inf in rows with a mask.
 
     Shapes:
-        logits: [S', V] float32 of ``rows``; not changed, log probabilities are still of what the model said
-        returns [S', V], the same tensor where there is no mask
+        logits: [S', V] float32 of ``rows``; changed in place
+        returns [N] int64: the places of rows with a mask; None without any
 
     Raises ProtocolError when masks are for rows that don't sample, or not of this vocabulary.
     """
     if grammar is None or not grammar.rows:
-        return logits
+        return None
     num_words = -(-logits.shape[1] // 32)
     if grammar.masks.size != len(grammar.rows) * num_words:
         raise ProtocolError(
@@ -35,7 +35,6 @@ def masked_logits(logits: Tensor, rows: NDArray[np.int64], grammar: GrammarOutpu
         raise ProtocolError("GrammarOutput.rows", f"{grammar.rows} are not among the rows that sample, {rows.tolist()}")
     # A copy: what came from a socket is read-only.
     allowed = torch.from_numpy(np.array(grammar.masks).reshape(-1, num_words))
-    index = torch.tensor([places[row] for row in grammar.rows])
-    masked = logits.clone()
-    apply_token_mask(masked, to_device(allowed, logits.device), to_device(index, logits.device))
-    return masked
+    index = to_device(torch.tensor([places[row] for row in grammar.rows]), logits.device)
+    apply_token_mask(logits, to_device(allowed, logits.device), index)
+    return index

@@ -13,8 +13,10 @@ from ipc.messages import SchedulerOutput
 from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
 from worker.graphs.stage_graphs import PaddedStep
-from worker.request_states import NO_LOGPROBS, RequestStates, Span
-from worker.sampler import Filters, SamplingBatch
+from worker.logit_rules import LogitRules
+from worker.request_states import RequestStates, Span
+from worker.sampler import SamplingBatch
+from worker.sampling_states import NO_LOGPROBS, SamplingStates
 from worker.transfer import to_device
 
 
@@ -30,8 +32,14 @@ class SamplingRows:
     """[S'] int64: where each row's last token is among the step's tokens."""
 
     params: SamplingBatch
-    num_logprobs: list[int]
+    rules: LogitRules | None
+    """What the rows want changed before a token is drawn; None when no row does."""
+
+    num_logprobs: NDArray[np.int32]
     """Top alternatives wanted with each token; NO_LOGPROBS for no logprobs at all."""
+
+    wants_processed: NDArray[np.bool_]
+    """Logprobs are of the distribution that the token is drawn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,38 +154,28 @@ def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMeta
     )
 
 
-def sampling_rows(states: RequestStates, step: StepTokens, device: torch.device) -> SamplingRows | None:
+def sampling_rows(
+    states: RequestStates, sampling: SamplingStates, step: StepTokens, device: torch.device
+) -> SamplingRows | None:
     """Parameters of the rows that computed their last known token; None when there is no such row."""
     chosen = np.flatnonzero(step.span.samples)
     if not len(chosen):
         return None
     rows, positions = step.rows[chosen], step.span.ends[chosen].astype(np.int64)
-
-    def moved(values: NDArray[Any]) -> Tensor:
-        return to_device(torch.from_numpy(values), device)
-
     return SamplingRows(
         rows=rows,
         positions=positions,
-        hidden_index=moved(step.query_starts[chosen + 1] - 1),
-        params=SamplingBatch(
-            filters=Filters(
-                temperature=moved(states.temperature[rows]),
-                top_k=moved(states.top_k[rows]),
-                top_p=moved(states.top_p[rows]),
-                min_p=moved(np.zeros(len(rows))),
-            ),
-            seed=moved(states.seed[rows]),
-            position=moved(positions),
-            is_greedy=not states.temperature[rows].any(),
-        ),
-        num_logprobs=states.num_logprobs[rows].tolist(),
+        hidden_index=to_device(torch.from_numpy(step.query_starts[chosen + 1] - 1), device),
+        params=sampling.batch(rows, positions),
+        rules=sampling.rules(rows, positions, states.token_ids),
+        num_logprobs=sampling.num_logprobs[rows],
+        wants_processed=sampling.wants_processed[rows],
     )
 
 
-def prompt_slices(states: RequestStates, step: StepTokens) -> tuple[PromptSlice, ...]:
+def prompt_slices(states: RequestStates, sampling: SamplingStates, step: StepTokens) -> tuple[PromptSlice, ...]:
     """What rows that ask for logprobs of their prompt get from this chunk of it."""
-    asking = np.flatnonzero(states.num_prompt_logprobs[step.rows] != NO_LOGPROBS)
+    asking = np.flatnonzero(sampling.num_prompt_logprobs[step.rows] != NO_LOGPROBS)
     slices = []
     for i in asking.tolist():
         row, start = int(step.rows[i]), int(step.span.starts[i]) + 1
@@ -188,6 +186,6 @@ def prompt_slices(states: RequestStates, step: StepTokens) -> tuple[PromptSlice,
                 start=start,
                 hidden_start=int(step.query_starts[i]),
                 token_ids=states.token_ids[row, start:end].copy(),
-                num_top=int(states.num_prompt_logprobs[row]),
+                num_top=int(sampling.num_prompt_logprobs[row]),
             ))
     return tuple(slices)

@@ -1,6 +1,6 @@
 """How does a rank turn a plan into activations, or into tokens?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,14 +14,15 @@ from ipc.errors import ProtocolError
 from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from worker.attention import AttentionBackend, CommonAttentionMetadata
 from worker.block_table import BlockTable
-from worker.bookkeeping import prompt_logprobs, sampled_logprobs
-from worker.grammar_masks import masked_logits
+from worker.bookkeeping import prompt_logprobs, raw_logits, sampled_logprobs
+from worker.grammar_masks import apply_masks
 from worker.graphs.dispatcher import Dispatch
 from worker.graphs.graph import GraphPool
 from worker.graphs.stage_graphs import PaddedStep, StageGraphs
 from worker.input_batch import (
     EagerStep,
     InputBatch,
+    SamplingRows,
     StepTokens,
     attention_inputs,
     gather_token_ids,
@@ -29,10 +30,12 @@ from worker.input_batch import (
     sampling_rows,
 )
 from worker.kv_groups import StageCaches
+from worker.logits_processors import LogitsProcessor
 from worker.model_config import ModelConfig
 from worker.models import StageModel
 from worker.request_states import RequestStates
 from worker.sampler import nan_rows, sample
+from worker.sampling_states import SamplingStates
 from worker.transfer import HostCopy, to_device
 
 
@@ -68,7 +71,9 @@ class ModelRunner:
         num_rows: int,
         max_model_len: int,
         block_size: int,
+        processors: Mapping[str, LogitsProcessor] | None = None,
     ) -> None:
+        """``processors``: those that requests may name, on the last stage."""
         self._model = model
         self._caches = caches
         self._device = device
@@ -79,6 +84,16 @@ class ModelRunner:
         self._is_last = is_last
         self._max_model_len = max_model_len
         self._states = RequestStates(num_rows, max_model_len, is_first=is_first, is_last=is_last)
+        self._sampling: SamplingStates | None = None
+        """On the last stage."""
+        if is_last:
+            self._sampling = SamplingStates(
+                num_rows,
+                vocab_size=config.vocab_size,
+                eos_token_ids=config.eos_token_ids,
+                device=device,
+                processors=processors or {},
+            )
         self._tables = [BlockTable(num_rows, max_model_len, block_size) for _ in caches.windows]
         self._builders = [
             backend.make_builder(
@@ -134,6 +149,7 @@ class ModelRunner:
         they come. Raises ProtocolError for a plan that contradicts the rows.
         """
         self.update_states(plan)
+        sampling = self._sampling
         rows = np.asarray(plan.rows, np.int64)
         num_scheduled = np.asarray(plan.num_scheduled_tokens, np.int64)
         if rows.shape != num_scheduled.shape:
@@ -147,16 +163,20 @@ class ModelRunner:
             tokens=step,
             num_tokens=len(step.positions),
             forward=self._forward_inputs(step),
-            sampling=sampling_rows(self._states, step, self._device) if self._is_last else None,
-            prompt_slices=prompt_slices(self._states, step) if self._is_last else (),
+            sampling=sampling_rows(self._states, sampling, step, self._device) if sampling is not None else None,
+            prompt_slices=prompt_slices(self._states, sampling, step) if sampling is not None else (),
         )
 
     def update_states(self, plan: SchedulerOutput) -> None:
         """Rows are freed, new requests take rows, tables grow; in this order."""
         self._states.free(plan.freed_rows)
+        if self._sampling is not None:
+            self._sampling.free(plan.freed_rows)
         for new in plan.new_requests:
             self._check_groups("NewRequestData.block_ids", new.block_ids)
             self._states.add(new)
+            if self._sampling is not None:
+                self._sampling.add(new)
             for table, block_ids in zip(self._tables, new.block_ids, strict=True):
                 table.set_row(new.row, block_ids)
         cached = plan.cached_requests
@@ -247,12 +267,17 @@ class ModelRunner:
         if sampling is not None and logits is not None:
             rows = sampling.rows.tolist()
             # A broken row gets some token all the same, so that steps in flight behind this one have their input.
-            is_broken = HostCopy(nan_rows(logits))
-            sampled = sample(masked_logits(logits, sampling.rows, grammar), sampling.params)
+            raw = raw_logits(logits, sampling)
+            broken_copy = HostCopy(_changed(logits, sampling, grammar))
+            sampled = sample(logits, sampling.params)
             token_copy = HostCopy(sampled)
-            logprobs = sampled_logprobs(logits, sampled, sampling)
+            if sampling.rules is not None:
+                sampling.rules.count(sampled)
+            logprobs = sampled_logprobs(raw, logits, sampled, sampling)
             token_ids = token_copy.numpy().tolist()
-            broken += [row for row in sampling.rows[is_broken.numpy()].tolist() if row not in broken]
+            if not self._is_first:
+                self._states.record(sampling.rows, sampling.positions, token_ids)
+            broken += [row for row in sampling.rows[broken_copy.numpy()].tolist() if row not in broken]
         return ModelRunnerOutput(
             core_id=plan.core_id,
             epoch=plan.epoch,
@@ -289,3 +314,17 @@ class ModelRunner:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ProtocolError("SampledTokens.token_ids", f"step {step_id}: an id is outside 0 to {self._vocab_size - 1}")
         self._states.accept_tokens(step_id, rows, token_ids)
+
+
+def _changed(logits: Tensor, sampling: SamplingRows, grammar: GrammarOutput | None) -> Tensor:
+    """Let rules and masks change the logits. Returns [S'] bool: rows that have no token to draw, from the model or by now."""
+    is_broken = nan_rows(logits)
+    narrowed: list[Tensor | None] = []
+    if sampling.rules is not None:
+        sampling.rules.apply(logits)
+        narrowed.append(sampling.rules.narrowed)
+    narrowed.append(apply_masks(logits, sampling.rows, grammar))
+    for places in narrowed:
+        if places is not None:
+            is_broken[places] |= nan_rows(logits[places])
+    return is_broken

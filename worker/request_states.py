@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from ipc.errors import ProtocolError
 from ipc.messages import NewRequestData
 
-NO_LOGPROBS = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AwaitedTokens:
@@ -33,8 +31,8 @@ class Span:
 class RequestStates:
     """State of the requests in all rows.
 
-    Token ids are kept on the first stage, which embeds them, and on the last one for rows that want logprobs of their
-    prompt; elsewhere lengths suffice.
+    Token ids are kept on the first stage, which embeds them, and on the last one, whose rows may look back on them;
+    elsewhere lengths suffice.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, *, is_first: bool, is_last: bool) -> None:
@@ -47,12 +45,6 @@ class RequestStates:
         self.num_known = np.zeros(num_rows, np.int32)
         """Tokens that exist or are promised by a step before: a row that computed them all samples the next one."""
         self.num_computed = np.zeros(num_rows, np.int32)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float64)
-        self.seed = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
-        self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._owner = np.zeros(num_rows, np.int64)
         self._awaited: dict[int, _AwaitedTokens] = {}
 
@@ -66,24 +58,17 @@ class RequestStates:
 
     def add(self, new: NewRequestData) -> None:
         """The row belongs to this request; everything that an earlier owner left is overwritten."""
-        row, params, num_tokens = new.row, new.params, len(new.token_ids)
+        row, num_tokens = new.row, len(new.token_ids)
         if not 0 < num_tokens <= self._max_model_len or new.num_computed_tokens >= num_tokens:
             raise ProtocolError(
                 "new_requests", f"row {row}: {new.num_computed_tokens} of {num_tokens} tokens computed, limit {self._max_model_len}"
             )
-        asks_prompt = params.prompt_logprobs is not None
-        if self._is_first or (self._is_last and asks_prompt):
+        if self._is_first or self._is_last:
             self.token_ids[row, :num_tokens] = new.token_ids
         self._owner[row] += 1
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_known[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.seed[row] = params.seed or 0
-        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self.num_prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
 
     def advance(self, rows: NDArray[np.int64], num_scheduled: NDArray[np.int64]) -> Span:
         """Count this step's tokens as computed. Every rank does the same, so nobody has to be told who samples."""
@@ -111,3 +96,8 @@ class RequestStates:
             raise ProtocolError("SampledTokens", f"step {step_id} brings tokens for other rows than it sampled")
         keep = (self._owner[awaited.rows] == awaited.owners) & (awaited.positions < self._max_model_len)
         self.token_ids[awaited.rows[keep], awaited.positions[keep]] = np.asarray(token_ids, np.int32)[keep]
+
+    def record(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: list[int]) -> None:
+        """Last stage, which is not the first: these are the tokens that it just sampled."""
+        keep = positions < self._max_model_len
+        self.token_ids[rows[keep], positions[keep]] = np.asarray(token_ids, np.int32)[keep]

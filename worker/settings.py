@@ -62,6 +62,9 @@ class WorkerSettings:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Tokens, ascending and within ``max_num_batched_tokens``; None: by rule."""
 
+    logits_processors: tuple[str, ...] = ()
+    """``module:attribute`` names of functions that the last stage loads; see ``worker.logits_processors``."""
+
     num_threads: int | None = None
     """Threads for computing; None: this rank's share of the cores."""
 

@@ -19,6 +19,7 @@ from worker.epoch_store import EpochStore
 from worker.graphs.choice import choose_shapes
 from worker.graphs.dispatcher import Dispatch
 from worker.kv_groups import StageCaches, block_bytes, kv_groups, num_cache_tensors, place_layers
+from worker.logits_processors import LogitsProcessor, load_processors
 from worker.memory import memory_for
 from worker.models import StageModel, build_stage, check_weights, load_weights
 from worker.progress import Progress
@@ -47,6 +48,8 @@ class LoadedStage:
     weight_bytes: int
     load_s: float
     num_threads: int
+    processors: dict[str, LogitsProcessor]
+    """Of the last stage: what changes logits, by the names that requests use."""
     graph_shapes: tuple[Dispatch, ...]
     """Steps to be captured, largest first."""
 
@@ -68,6 +71,7 @@ def load_stage(
         PeerLost: the other ranks did not take part in time.
     """
     config = settings.config
+    processors = load_processors(settings.logits_processors) if topology.is_last else {}
     device = resolve_device(settings.device, settings.local_rank)
     dtype = resolve_dtype(settings.dtype, config.dtype, device)
     num_threads = choose_num_threads(settings.num_threads, max(ranks_on_host, settings.local_world_size))
@@ -113,6 +117,7 @@ def load_stage(
         weight_bytes=weight_bytes,
         load_s=load_s,
         num_threads=num_threads,
+        processors=processors,
         graph_shapes=graph_shapes,
     )
 

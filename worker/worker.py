@@ -250,6 +250,7 @@ class Worker:
                 num_rows=2 * settings.max_num_seqs,
                 max_model_len=kv.max_model_len,
                 block_size=kv.block_size,
+                processors=loaded.processors,
             )
         stage = self._connect(runner, start, loaded, meeting)
         stage.warm_up(kv.max_model_len, kv.block_size)

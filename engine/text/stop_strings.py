@@ -18,19 +18,19 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that ended the text; nothing passes after it."""
 
-    def push(self, text: str) -> str:
-        """The part of held and new text that may be shown now."""
+    def push(self, text: str, *, heeded: bool = True) -> str:
+        """The part of held and new text that may be shown now. A string that this text completes counts if ``heeded``."""
         if not self._matchers or self.matched is not None:
             return text if self.matched is None else ""
         pending = self._held + text
         for index in range(len(self._held), len(pending)):
             complete = [m.stop for m in self._matchers if m.step(pending[index])]
-            if complete:
+            if complete and heeded:
                 self.matched = max(complete, key=len)
                 self._held = ""
                 end = index + 1
                 return pending[:end] if self._include else pending[: end - len(self.matched)]
-        num_held = max(matcher.num_matched for matcher in self._matchers)
+        num_held = max(matcher.num_held for matcher in self._matchers)
         self._held = pending[len(pending) - num_held :]
         return pending[: len(pending) - num_held]
 
@@ -54,8 +54,15 @@ class _Matcher:
             length += stop[index] == stop[length]
             self._shorter[index] = length
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may become the string; of a complete one, those that begin it again."""
+        return self.num_matched if self.num_matched < len(self.stop) else self._shorter[-1]
+
     def step(self, character: str) -> bool:
         """True when the string is complete with this character."""
+        if self.num_matched == len(self.stop):
+            self.num_matched = self._shorter[-1]
         while self.num_matched and character != self.stop[self.num_matched]:
             self.num_matched = self._shorter[self.num_matched - 1]
         self.num_matched += character == self.stop[self.num_matched]

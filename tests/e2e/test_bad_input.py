@@ -47,12 +47,26 @@ def bad_params() -> Iterator[Bad]:
         "top_p": [0, -0.1, 1.1, NAN, "x"],
         "seed": [-1, 1 << 63, "a", 1.5],
         "stop": [[""], [1], 5, ["x" * 2000], ["x"] * 17, {"a": 1}],
-        "stop_token_ids": [[-1], [1 << 40], ["a"], [1] * 300, "a", [VOCABULARY]],
+        "stop_token_ids": [[-1], [1 << 40], ["a"], [1] * 300, "a"],
         "ignore_eos": ["yes", 1, 0],
         "include_stop_str_in_output": [1],
         "skip_special_tokens": ["no"],
-        "logprobs": [-1, 21, 10**6, "a", True],
-        "prompt_logprobs": [-1, 21, "a"],
+        "logprobs": [-2, 21, 10**6, "a", True],
+        "prompt_logprobs": [-2, 21, "a"],
+        "min_p": [-0.1, 1.5, "x", NAN],
+        "typical_p": [0, 1.5, "x"],
+        "presence_penalty": [-2.5, 3, "x", NAN],
+        "frequency_penalty": [-2.5, 3, "x"],
+        "repetition_penalty": [0, -1, 11, "x", NAN],
+        "min_tokens": [-1, "1", 1.5],
+        "logit_bias": [{5: 101}, {5: "x"}, {"5": 1}, [5], "x"],
+        "allowed_token_ids": [[], [-1], "x", [1.5]],
+        "bad_words": [5, [""], " "],
+        "bad_word_ids": [[[]], [[-1]], [5], [[5] * 17]],
+        "logprobs_mode": ["cooked", 5],
+        "logits_processors": [["x"], 5, {"a:b": {"x": [1]}}],
+        "n": [0, -1, 1000, "2", 1.5],
+        "echo": [1, "yes"],
         "best_of": [3],
         "no such field": ["x"],
     }
@@ -60,6 +74,16 @@ def bad_params() -> Iterator[Bad]:
         for value in bad_values:
             shown = str(value) if isinstance(value, (int, float, str)) and len(str(value)) < 30 else ""
             yield Bad(field=name, frames={"params": {name: value}}, shown=shown)
+
+
+def bad_for_this_engine() -> Iterator[Bad]:
+    """What only the core can refuse: it knows the vocabulary, the end tokens, and what it was started with."""
+    for params in (
+        {"stop_token_ids": [VOCABULARY]}, {"logit_bias": {VOCABULARY: 1.0}}, {"allowed_token_ids": [5, VOCABULARY]},
+        {"bad_word_ids": [[5], [6, VOCABULARY]]}, {"bad_words": ["cat"]}, {"logits_processors": {"no.such:thing": {}}},
+        {"bad_word_ids": [[7]], "allowed_token_ids": [7]}, {"min_tokens": 2, "stop_token_ids": [7], "allowed_token_ids": [7]},
+    ):  # fmt: skip
+        yield Bad(field=next(iter(params)), frames={"params": params})
 
 
 def bad_fields() -> Iterator[Bad]:
@@ -163,7 +187,7 @@ def check_refusal(client: RawClient, bad: Bad) -> None:
 
 
 def test_bad_sampling_parameters_in_raw_frames(engine: Engine, beside: Callable[[], None]) -> None:
-    for bad in bad_params():
+    for bad in (*bad_params(), *bad_for_this_engine()):
         beside()
         check_refusal(engine.raw, bad)
 
@@ -219,7 +243,7 @@ def test_peers_that_do_not_speak_the_protocol(engine: Engine, beside: Callable[[
 def test_bad_values_through_the_client(engine: Engine, beside: Callable[[], None]) -> None:
     """The library refuses before anything is sent what breaks a rule by itself; the core refuses the rest."""
     for bad in bad_params():
-        if bad.field in SamplingParams.__slots__ and bad.frames["params"] != {"stop_token_ids": [VOCABULARY]}:
+        if bad.field in SamplingParams.__slots__:
             with pytest.raises(RequestError, match=re.escape(bad.field)) as caught:
                 SamplingParams(**bad.frames["params"])
             assert caught.value.field == bad.field and bad.shown in str(caught.value)

@@ -173,6 +173,56 @@ def test_a_stop_string_wins_over_an_end_in_the_same_message() -> None:
     assert (output.text, output.stop_reason, output.token_ids) == ("a", "b", ids("ab"))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "abXa"), (6, "abXabXa"), (20, "abXabXabXc")]
+)  # fmt: skip
+def test_s2_a_stop_string_within_min_tokens_is_passed_over(min_tokens: int, text: str, chunk: int) -> None:
+    """The first that a token behind them completes ends the answer, wherever it begins."""
+    output = collect(say(ids("abXabXabXc"), chunk=chunk), SamplingParams(stop=("bX",), min_tokens=min_tokens))[-1]
+    assert (output.text, output.finish_reason) == (text, "length" if min_tokens == 20 else "stop")
+
+
+def test_a_stop_string_that_overlaps_itself_may_be_completed_later() -> None:
+    output = collect(say(ids("xaaaay")), SamplingParams(stop=("aaa",), min_tokens=4))[-1]
+    assert (output.text, output.stop_reason) == ("xa", "aaa")
+
+
+# ------------------------------------------------------------------------------------------------- words and echo
+
+
+def sent(params: SamplingParams, prompt: str | list[int] = "x", **fields: Any) -> tuple[AddRequest, Output]:
+    with fake(say(ids("y")), **fields) as core, Client(core.address) as client:
+        output = list(client.generate(prompt, params))[-1]
+        return core.next(AddRequest)[1], output
+
+
+def test_bad_words_travel_as_ids_with_and_without_a_space() -> None:
+    request, _ = sent(SamplingParams(bad_words=(" cat", "é"), bad_word_ids=((7,),)))
+    assert request.params.bad_words == ()
+    expected = [(7,), *(tuple(ids(text)) for word in ("cat", "é") for text in sorted((word, " " + word), key=ids))]
+    assert sorted(request.params.bad_word_ids) == sorted(expected)
+
+
+def test_a_bad_word_of_too_many_tokens_is_refused() -> None:
+    with fake() as core, Client(core.address) as client, pytest.raises(RequestError, match="17 tokens; at most 16") as refused:
+        client.generate("x", SamplingParams(bad_words="a" * 16))
+    assert refused.value.field == "bad_words"
+
+
+def test_echo_puts_the_prompt_in_front() -> None:
+    params = SamplingParams(echo=True, stop=("x",))
+    assert sent(params, "xü")[1].text == "xüy"
+    assert sent(params, [BOS, *ids("ab")])[1].text == "aby"
+    assert sent(SamplingParams(echo=True, skip_special_tokens=False), [BOS, *ids("ab")])[1].text == "<s>aby"
+
+
+@pytest.mark.parametrize("params", [{"bad_words": "a"}, {"echo": True}], ids=str)
+def test_what_needs_text_is_refused_without_a_tokenizer(params: dict[str, Any]) -> None:
+    with fake(tokenizer=b"") as core, Client(core.address) as client, pytest.raises(RequestError, match="needs a tokenizer"):
+        client.generate([5], SamplingParams(**params))
+
+
 # -------------------------------------------------------------------------------------------------------- logprobs
 
 

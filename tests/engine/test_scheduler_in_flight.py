@@ -371,7 +371,7 @@ def test_nan_ends_its_request_with_an_error() -> None:
     harness.worker.nan_requests.add(bad.request_id)
     harness.send_all()
     item = next(i for i in harness.receive() if i.request is bad)
-    assert item.error is not None and (item.error.code, item.error.reason) == ("internal", "the model produced NaN")
+    assert item.error is not None and item.error.code == "internal" and "the model produced NaN" in item.error.reason
     assert item.new_token_ids == [] and bad.finish_reason == "error"
     harness.drain()
     assert good.finish_reason in ("stop", "length")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ipc.errors import RequestError
 from ipc.params import (
     MAX_CACHE_SALT_CHARS,
+    MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_STRING_CHARS,
@@ -23,7 +24,7 @@ from ipc.params import (
 
 NOT_INTEGERS: list[Any] = [1.0, "1", True, [1], b"1", {}]
 NOT_NUMBERS: list[Any] = ["1", True, [1.0], None, {}]
-BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prefix_caching")
+BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prefix_caching", "echo")
 NOT_BOOLEANS: list[Any] = [0, 1, "true", None, []]
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
@@ -35,9 +36,22 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "stop": ([[""], "", "x" * (MAX_STOP_STRING_CHARS + 1), ["a", "x" * 5000]],
              f"must have 1 to {MAX_STOP_STRING_CHARS} characters"),
     "stop_token_ids": ([[-1], [1, MAX_TOKEN_ID + 1], -1, [10**5000]], f"must be between 0 and {MAX_TOKEN_ID}"),
-    "logprobs": ([-1, MAX_LOGPROBS + 1, 10**6], f"must be between 0 and {MAX_LOGPROBS}"),
-    "prompt_logprobs": ([-1, MAX_LOGPROBS + 1], f"must be between 0 and {MAX_LOGPROBS}"),
+    "logprobs": ([-2, MAX_LOGPROBS + 1, 10**6], f"must be between -1 and {MAX_LOGPROBS}"),
+    "prompt_logprobs": ([-2, MAX_LOGPROBS + 1], f"must be between -1 and {MAX_LOGPROBS}"),
     "cache_salt": (["", "x" * (MAX_CACHE_SALT_CHARS + 1)], f"must have 1 to {MAX_CACHE_SALT_CHARS} characters"),
+    "min_p": ([-0.1, 1.1, float("nan")], "must be between 0 and 1"),
+    "typical_p": ([-0.1, 1.1, float("nan")], "must be between 0 and 1"),
+    "presence_penalty": ([-2.1, 2.1, float("nan")], "must be between -2 and 2"),
+    "frequency_penalty": ([-2.1, 2.1, float("inf")], "must be between -2 and 2"),
+    "repetition_penalty": ([-1, 10.5, float("nan")], "must be between 0 and 10"),
+    "min_tokens": ([-1, MAX_TOKENS + 1], f"must be between 0 and {MAX_TOKENS}"),
+    "n": ([0, -1, MAX_CHOICES + 1], f"must be between 1 and {MAX_CHOICES}"),
+    "logit_bias": ([{-1: 1.0}, {MAX_TOKEN_ID + 1: 1.0}], f"must be between 0 and {MAX_TOKEN_ID}"),
+    "allowed_token_ids": ([[-1], [5, MAX_TOKEN_ID + 1]], f"must be between 0 and {MAX_TOKEN_ID}"),
+    "bad_words": (["", ["a", "x" * 65]], "must have 1 to 64 characters"),
+    "bad_word_ids": ([[[]], [[1] * 17]], "must be a list of lists of 1 to 16 token ids"),
+    "logprobs_mode": (["", "RAW", "cooked"], "must be one of raw, processed"),
+    "logits_processors": ([{"": {}}, {"a:b": {"": 1}}], "must have 1 to"),
 }  # fmt: skip
 
 WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
@@ -48,6 +62,16 @@ WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
     "stop_token_ids": ([1.5, None, "5", ["5"], [True], [None], {5}], "must be a list of int values"),
     **dict.fromkeys(BOOLEANS, (NOT_BOOLEANS, "must be true or false")),
     "cache_salt": ([5, b"a", ["a"], True], "must be text"),
+    **dict.fromkeys(("min_tokens", "n"), ([*NOT_INTEGERS, None], "must be an integer")),
+    **dict.fromkeys(
+        ("min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), (NOT_NUMBERS, "must be a number")
+    ),
+    "logit_bias": ([5, None, "a", [5], [[1, 2, 3]]], "must map token ids to numbers"),
+    "allowed_token_ids": ([1.5, "5", ["5"], [True], {5}], "must be a list of int values"),
+    "bad_words": ([5, None, [5], {"a"}], "must be a list of str values"),
+    "bad_word_ids": ([5, None, [5], "a", ["a"]], "must be a list of lists"),
+    "logprobs_mode": ([5, None, ["raw"]], "must be one of raw, processed"),
+    "logits_processors": ([5, None, "a:b", ["a:b"], {"a:b": 5}], "must map names of processors to maps of arguments"),
 }
 
 CASES = [(name, value, rule) for table in (REFUSED, WRONG_TYPES) for name, (values, rule) in table.items() for value in values]
@@ -92,6 +116,38 @@ def test_top_p_zero_is_refused() -> None:
     assert "top_p=0 must be above 0 and at most 1" in refused(top_p=0).reason
 
 
+@pytest.mark.parametrize(
+    ("params", "field", "rule"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "min_tokens=5 must not be above max_tokens=4"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least one id"),
+        ({"logit_bias": {5: 101}}, "logit_bias", "logit_bias=101 must be between -100 and 100"),
+        ({"logit_bias": {5: "1"}}, "logit_bias", "must be a number"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias='5' must be an integer"),
+        ({"logit_bias": [(5, 1), (5, 2)]}, "logit_bias", "logit_bias=5 is there twice"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias", "has 1025 entries; at most 1024"),
+        ({"bad_words": " "}, "bad_words", "must be more than blanks"),
+        ({"bad_word_ids": [[1, "2"]]}, "bad_word_ids", "bad_word_ids='2' must be an integer"),
+        ({"typical_p": 0}, "typical_p", "must be above 0 and at most 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0 and at most 10"),
+        ({"logits_processors": {"a:b": {"x": [1]}}}, "logits_processors", "must be a number, a boolean or a text"),
+        ({"logits_processors": {"a:b": {"x": 1 << 64}}}, "logits_processors", "must be between"),
+        ({"logits_processors": {"a:b": {"x": "y" * 65}}}, "logits_processors", "must have 1 to 64 characters"),
+        ({"logits_processors": [("a:b", {}), ("a:b", {})]}, "logits_processors", "'a:b' is there twice"),
+    ],
+)  # fmt: skip
+def test_contradictions_and_contents_are_refused(params: dict[str, Any], field: str, rule: str) -> None:
+    error = refused(**params)
+    assert error.field == field and rule in error.reason
+
+
+def test_maps_become_pairs() -> None:
+    params = SamplingParams(logit_bias={5: 1, 3: -2.5}, logits_processors={"a:b": {"x": 1}, "c:d": {}})  # type: ignore[arg-type]
+    assert params.logit_bias == ((5, 1.0), (3, -2.5))
+    assert params.logits_processors == (("a:b", (("x", 1),)), ("c:d", ()))
+    assert hash(params) == hash(SamplingParams.from_wire(params.to_wire()))
+
+
 def test_text_that_can_not_travel_is_refused() -> None:
     error = refused(stop=["a\ud800"])
     assert error.field == "stop" and "valid Unicode" in error.reason
@@ -134,7 +190,14 @@ def test_unknown_names_are_refused() -> None:
         max_tokens=st.none() | st.integers(1, MAX_TOKENS), temperature=st.floats(0, 100), top_k=st.integers(0, MAX_TOKEN_ID),
         top_p=st.floats(0, 1, exclude_min=True), seed=st.none() | st.integers(0, MAX_SEED),
         stop=st.lists(st.text(min_size=1, max_size=5), max_size=4), stop_token_ids=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=4),
-        ignore_eos=st.booleans(), logprobs=st.none() | st.integers(0, 20),
+        ignore_eos=st.booleans(), logprobs=st.none() | st.integers(-1, 20), min_p=st.floats(0, 1),
+        logit_bias=st.dictionaries(st.integers(0, MAX_TOKEN_ID), st.floats(-100, 100), max_size=4),
+        bad_word_ids=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3),
+        allowed_token_ids=st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3), n=st.integers(1, 3),
+        logits_processors=st.dictionaries(
+            st.text("abc:", min_size=1), st.dictionaries(st.text("xy", min_size=1), st.booleans() | st.integers(0, 9) | st.text("z", max_size=3), max_size=2),
+            max_size=2,
+        ),
     )
 )  # fmt: skip
 def test_any_valid_object_survives_the_wire(params: SamplingParams) -> None:

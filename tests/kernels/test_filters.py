@@ -8,57 +8,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.sampling import kept_tokens
 from tests.native import INSTRUCTION_SETS, use_instruction_set
+from tests.sampling_reference import Array, filtered, softmax
 from worker.sampler import Filters, processed_logits
-
-Array = NDArray[np.float64]
 
 
 @pytest.fixture(autouse=True, params=["torch", *INSTRUCTION_SETS])
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     use_instruction_set(request.param, monkeypatch)
-
-
-def softmax(logits: Array, temperature: float) -> Array:
-    weights = np.exp((logits - logits.max()) / temperature)
-    return np.asarray(weights / weights.sum())
-
-
-def smallest_set(order: NDArray[np.int64], shares: Array, p: float) -> set[int]:
-    """The shortest beginning of this order with at least this share."""
-    reached = np.cumsum(shares[order]) >= p * (1 - 1e-12)  # sums of thousands are not exact
-    return set(order[: int(reached.argmax()) + 1 if reached.any() else len(order)].tolist())
-
-
-def defined(
-    logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
-) -> Array:
-    """Shares of the tokens that are left."""
-    shares = softmax(logits, temperature)
-
-    def leave(kept: set[int]) -> None:
-        nonlocal shares
-        shares = np.where(np.isin(np.arange(len(shares)), list(kept)), shares, 0.0)
-        shares /= shares.sum()
-
-    ranking = np.lexsort((np.arange(len(logits)), -logits))
-    if top_k:
-        leave(set(ranking[:top_k].tolist()))
-    if top_p < 1:
-        leave(smallest_set(ranking, shares, top_p))
-    if min_p > 0:
-        leave(set(np.flatnonzero(shares >= min_p * shares.max()).tolist()))
-    if typical_p < 1:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            surprise = -np.log(shares)
-            mean = np.nansum(shares * surprise)
-        order = np.lexsort((np.arange(len(logits)), np.abs(surprise - mean)))
-        leave(smallest_set(order, shares, typical_p))
-    return shares
 
 
 def filters(rules: Sequence[dict[str, Any]]) -> Filters:
@@ -75,7 +35,7 @@ def filters(rules: Sequence[dict[str, Any]]) -> Filters:
 def check(logits: Array, **rule: Any) -> None:
     row = torch.from_numpy(logits.astype(np.float32))[None]
     rule["temperature"] = float(np.float32(rule.get("temperature", 1.0)))
-    expected = defined(row[0].double().numpy(), **rule)
+    expected = filtered(row[0].double().numpy(), **rule)
     chosen = filters([rule])
     kept = kept_tokens(row, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, chosen.typical_p)[0]
     is_possible = softmax(row[0].double().numpy(), rule["temperature"]) > 1e-300  # others weigh nothing in float64

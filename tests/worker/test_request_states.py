@@ -6,7 +6,7 @@ import pytest
 from ipc.errors import ProtocolError
 from ipc.messages import NewRequestData
 from ipc.params import SamplingParams
-from worker.request_states import NO_LOGPROBS, RequestStates
+from worker.request_states import RequestStates
 
 
 def request(row: int, num_tokens: int, *, num_computed: int = 0, first: int = 100, **params) -> NewRequestData:
@@ -56,14 +56,11 @@ def test_a_request_that_cannot_be_is_refused(num_tokens, num_computed):
         states().add(request(0, num_tokens, num_computed=num_computed))
 
 
-def test_a_reused_row_takes_every_parameter_anew():
+def test_a_reused_row_begins_anew():
     held = states()
-    held.add(request(0, 4, temperature=0.5, top_k=3, top_p=0.5, logprobs=2, prompt_logprobs=3))
+    held.add(request(0, 4))
     held.free([0])
     held.add(request(0, 2))
-    assert held.temperature[0] == 1.0
-    assert (held.top_k[0], held.top_p[0], held.seed[0]) == (0, 1.0, 5)
-    assert (held.num_logprobs[0], held.num_prompt_logprobs[0]) == (NO_LOGPROBS, NO_LOGPROBS)
     assert (held.num_known[0], held.num_computed[0], held.num_prompt[0]) == (2, 0, 2)
 
 
@@ -105,7 +102,6 @@ def test_tokens_for_other_rows_than_sampled_are_refused():
 def test_token_ids_are_kept_only_where_they_are_used():
     assert states(is_first=False, is_last=False).token_ids.size == 0
     last = states(is_first=False)
-    last.add(request(0, 3))
-    last.add(request(1, 3, prompt_logprobs=0))
-    assert last.token_ids[0, :3].tolist() == [0, 0, 0]
-    assert last.token_ids[1, :3].tolist() == [100, 101, 102]
+    last.add(request(1, 3))
+    last.record(np.asarray([1, 1]), np.asarray([3, 32]), [7, 8])
+    assert last.token_ids[1, :5].tolist() == [100, 101, 102, 7, 0], "and nothing behind the longest sequence"
