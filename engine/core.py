@@ -394,7 +394,9 @@ class EngineCore:
         if params.cache_salt is not None:
             cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
             params = replace(params, cache_salt=None)  # workers have no use for it
-        structured, params = params.structured, replace(params, structured=None)  # workers get masks
+        structured = params.structured
+        if structured is not None:
+            params = replace(params, structured=None)  # workers get masks
         now = time.monotonic()
         request = Request(
             request_id=message.request_id,

@@ -62,15 +62,15 @@ class Grammar:
 
     def _look_ahead(self) -> None:
         matcher = self._matcher
-        allowed = self._vocabulary.compute_mask(matcher)
+        self.mask = allowed = self._vocabulary.compute_mask(matcher)
         if matcher.is_error():
             raise RequestError(f"structured output is too complex: {_said(matcher.get_error())}", field="structured")
-        # Which tokens end an answer is not the grammar's matter, only where one may end.
-        allowed &= ~self._vocabulary.eos_bits
-        self.is_complete = matcher.is_stopped() or not allowed.any()
-        if matcher.is_accepting():
+        self.is_complete = matcher.is_stopped()
+        if not self.is_complete and matcher.is_accepting():
+            # Which tokens end an answer is not the grammar's matter, only where one may end.
+            allowed &= self._vocabulary.not_eos_bits
+            self.is_complete = not allowed.any()
             allowed |= self._ends
-        self.mask = allowed
 
 
 class Vocabulary:
@@ -97,13 +97,15 @@ class Vocabulary:
             )
         self.eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._num_words = -(-vocab_size // BITS)
+        """Of a mask for the model; its logits may be more than the tokenizer has tokens, or fewer."""
         try:
             self.tokenizer = LLTokenizer(tokenizer.to_json(), eos_token=list(self.eos_token_ids) or None)
         except ValueError as error:
             raise RequestError(
                 f"structured output can't use this model's tokenizer: {_said(str(error))}", field="structured"
             ) from None
-        self.eos_bits = self.end_bits(tuple(i for i in self.tokenizer.eos_tokens if i < vocab_size))
+        self._num_tokenizer_words = -(-self.tokenizer.vocab_size // BITS)
+        self.not_eos_bits = ~self.end_bits(tuple(i for i in self.tokenizer.eos_tokens if i < vocab_size))
         self.limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
     def end_bits(self, token_ids: tuple[int, ...]) -> MaskBuffer:
@@ -114,9 +116,8 @@ class Vocabulary:
 
     def compute_mask(self, matcher: LLMatcher) -> MaskBuffer:
         """[words] of the tokens that the matcher allows next; an array of its own."""
-        words = np.zeros(max(self._num_words, -(-self.tokenizer.vocab_size // BITS)), np.int32)
-        used = words[: -(-self.tokenizer.vocab_size // BITS)]
-        matcher.unsafe_compute_mask_ptr(used.ctypes.data, used.nbytes)
+        words = np.zeros(max(self._num_words, self._num_tokenizer_words), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * self._num_tokenizer_words)
         return words[: self._num_words]
 
     def compile(self, structured: StructuredOutput) -> Grammar:

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -218,9 +219,19 @@ def _seconds(report: StageReport | None) -> dict[str, float]:
 
 
 def core_values(recorder: Recorder) -> Scalars:
-    """Seconds since the core's start: of work as its spans have them, and on a processor.
+    """Seconds since the core's start: of work as its spans have them, and on a processor; and the most memory it ever held.
 
     The first are longer when others take the processor away meanwhile. To be called by the core's own thread.
     """
     totals = recorder.totals_ns()
-    return {"core_busy_s": (sum(totals) - totals[Kind.IDLE]) / 1e9, "core_cpu_s": time.thread_time()}
+    return {
+        "core_busy_s": (sum(totals) - totals[Kind.IDLE]) / 1e9,
+        "core_cpu_s": time.thread_time(),
+        "core_peak_bytes": _peak_bytes(),
+    }
+
+
+def _peak_bytes() -> int:
+    """``getrusage`` would count what the process that started this one held."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

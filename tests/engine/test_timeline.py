@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from engine.executor import Phase
@@ -211,7 +212,8 @@ def test_stats_tell_the_cores_own_seconds() -> None:
     clock.advance(0.5)
     before = time.thread_time()
     values = core_values(recorder)
-    assert values.keys() == {"core_busy_s", "core_cpu_s"}
+    assert values.keys() == {"core_busy_s", "core_cpu_s", "core_peak_bytes"}
+    assert psutil.Process().memory_info().rss * 0.5 < values["core_peak_bytes"] < 100e9
     assert values["core_busy_s"] == 0.5 and before <= values["core_cpu_s"] <= time.thread_time()
 
 
