@@ -29,7 +29,7 @@ from engine.request import AnswerGrammar, ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerStats
 from engine.scheduler_config import scheduler_config_of
 from engine.timeline import Timelines, core_values, stage_values
-from ipc.channel import open_socket
+from ipc.channel import STEP_MESSAGE_BYTES, open_socket
 from ipc.codec import Frame, encode
 from ipc.endpoints import RunDirectory, host_id
 from ipc.errors import ProtocolError, RequestError
@@ -197,7 +197,7 @@ class EngineCore:
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
 
     def _open_worker_socket(self) -> "zmq.Socket[bytes]":
-        router = open_socket(self._context, zmq.ROUTER)
+        router = open_socket(self._context, zmq.ROUTER, max_frame_bytes=STEP_MESSAGE_BYTES)
         # A rank that was restarted within one connection's life must be able to come back.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         directory = RunDirectory(path=Path(self._config.run_dir))

@@ -29,6 +29,10 @@ TIME_LIMIT_S = 30.0
 MAX_PENDING_BYTES = 4 << 20
 """Of all forms that wait to be compiled; a core that waits for nothing takes any."""
 
+STACK_BYTES = 256 << 20
+"""Of the compiling thread, touched as far as it is used: the compiler calls itself for each rule that a rule leads to, and a stack
+that overflows ends the process."""
+
 MAX_CACHED = 64
 """Compiled grammars that are kept for the next request with the same form: the same tool is called again and again."""
 
@@ -104,7 +108,9 @@ class GrammarCompiler:
         if self._thread is None:
             # Not waited for at the end: it holds nothing that outlives the process.
             self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            usual = threading.stack_size(STACK_BYTES)
             self._thread.start()
+            threading.stack_size(usual)
 
     def cancel(self, request: Request) -> bool:
         """Forget a request; false if it isn't here."""
@@ -156,7 +162,7 @@ class GrammarCompiler:
                 outcome = _prepare(job, compiler, cached)
             except RequestError as error:
                 outcome = error
-            except Exception as error:
+            except BaseException as error:  # noqa: BLE001 a panic in the library's Rust code is no Exception
                 logger.exception("a grammar could not be compiled")
                 outcome = RequestError(
                     f"compiling it failed ({type(error).__name__})", code="internal", field="structured"

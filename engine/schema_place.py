@@ -1,10 +1,12 @@
 """Where in a JSON schema is what a compiler refuses, when it only says what?"""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_TRIES = 500
-"""Compilations for one answer; the place found so far is given when they are used up."""
+MAX_SEARCH_S = 0.5
+"""Compilations for one answer, and the time for them; the place found so far is given when either is used up."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value maps names to schemas."""
@@ -36,13 +38,13 @@ def place_of_error(schema: Any, error_of: Callable[[Any], str]) -> tuple[str, An
     place: list[str] = []
     current, whole_error = schema, error_of(schema)
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
-    tries_left = MAX_TRIES
+    tries_left, deadline = MAX_TRIES, time.monotonic() + MAX_SEARCH_S
     is_narrower = True
     while is_narrower:
         is_narrower = False
         for path, inner in _subschemas(current):
             tries_left -= 1
-            if tries_left < 0:
+            if tries_left < 0 or time.monotonic() > deadline:
                 break
             alone = {**shared, **inner} if isinstance(inner, dict) else inner
             if error_of(_replaced(schema, [*place, *path])) != whole_error and error_of(alone):

@@ -20,6 +20,10 @@ HIGH_WATER_MARK = 10_000
 SMALL_MESSAGE_BYTES = 16 << 20
 """Frame limit where no big buffers travel."""
 
+STEP_MESSAGE_BYTES = 1 << 28
+"""Between core and workers: masks and log probabilities of a whole vocabulary for each of hundreds of rows, or the parameters of
+as many new requests. ZeroMQ drops a larger frame with its connection, and with it the step."""
+
 
 def open_socket(
     context: "zmq.Context[zmq.Socket[bytes]]",

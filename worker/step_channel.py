@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from ipc.channel import open_socket, receive_now, send_within
+from ipc.channel import STEP_MESSAGE_BYTES, open_socket, receive_now, send_within
 from ipc.codec import decode, encode
 from ipc.errors import PeerLost, ProtocolError, RequestError
 from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, Shutdown, WorkerReady
@@ -40,14 +40,14 @@ class StepChannel:
     ) -> None:
         """``timeout_s``: longest wait for room to send."""
         self.num_dropped = 0
-        """Messages of another core or epoch, and broken ones."""
+        """Messages of another core or epoch."""
         self._life = (core_id, epoch)
         self._timeout_s = timeout_s
         self._ahead: deque[SchedulerOutput | Shutdown] = deque()
         """Taken from the socket, not yet worked on."""
         self._masks: deque[GrammarOutput] = deque()
         """The same for masks, in the order of their steps."""
-        self._socket = open_socket(context, zmq.DEALER, linger_ms=1000)
+        self._socket = open_socket(context, zmq.DEALER, max_frame_bytes=STEP_MESSAGE_BYTES, linger_ms=1000)
         self._socket.connect(core_address)
 
     @property
@@ -99,12 +99,11 @@ class StepChannel:
         self._socket.close()
 
     def _receive(self, frames: list[bytes]) -> None:
+        """Raises ProtocolError for what can't be read: a step that was left out would be waited for in vain."""
         try:
             message: SchedulerOutput | GrammarOutput | Shutdown = decode(frames, FROM_CORE)
-        except (ProtocolError, RequestError) as error:
-            self.num_dropped += 1
-            logger.warning("dropped a message of the core: %s", error)
-            return
+        except RequestError as error:
+            raise ProtocolError("SchedulerOutput", f"has sampling parameters that break a rule: {error}") from None
         if (message.core_id, message.epoch) != self._life:
             self.num_dropped += 1
             logger.debug("dropped %s of core %x, epoch %d", type(message).__name__, message.core_id, message.epoch)

@@ -1,5 +1,7 @@
 """Do requests come back from the compiling thread once each: ready, refused, or too late?"""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -167,3 +169,39 @@ def test_too_many_forms_at_once_are_refused(bench: Bench) -> None:
     for request in [first, *requests]:
         assert bench.grammars.cancel(request)
     bench.submit(large)
+
+
+DEEP_GRAMMAR = """
+import sys, zmq
+from llguidance import LLMatcher, LLTokenizer
+from engine.grammar_compiler import GrammarCompiler
+from engine.request import ClientId, Request
+from ipc.params import SamplingParams
+from ipc.structured import StructuredOutput
+
+class Compiler:
+    def compile(self, structured):
+        LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(structured.grammar), log_level=0)
+        return self
+
+    def copy(self, params):
+        return self
+
+text = "start: r0\\n" + "".join(f"r{i}: r{i + 1}\\n" for i in range(4500)) + 'r4500: "a"\\n'
+form = StructuredOutput(grammar=text)
+grammars = GrammarCompiler(Compiler)
+grammars.submit(
+    Request(request_id="r", internal_id=1, client=ClientId(0, b"c"), prompt_token_ids=[1], params=SamplingParams(structured=form)), form
+)
+poller = zmq.Poller()
+poller.register(grammars.fd, zmq.POLLIN)
+assert poller.poll(60_000)
+(_, grammar), = grammars.take_done()
+assert isinstance(grammar, Compiler), grammar
+"""
+
+
+def test_a_deep_grammar_does_not_overflow_the_compiling_threads_stack() -> None:
+    """In a process of its own, which it would end."""
+    done = subprocess.run([sys.executable, "-c", DEEP_GRAMMAR], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -1,14 +1,17 @@
 """Does a rank get its plans and the masks that were promised, in order, also when it waits for one while the other comes?"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import zmq
 
 from ipc.channel import open_socket
 from ipc.codec import decode, encode
 from ipc.errors import PeerLost, ProtocolError
-from ipc.messages import CachedRequestData, SchedulerOutput, Shutdown, WorkerReady
+from ipc.messages import CachedRequestData, NewRequestData, SchedulerOutput, Shutdown, WorkerReady
+from ipc.params import SamplingParams
 from tests.worker.test_masks import masks_of
 from worker.step_channel import ShutdownRequested, StepChannel
 
@@ -17,11 +20,11 @@ DEADLINE_S = 10.0
 
 
 class Core:
-    def __init__(self) -> None:
+    def __init__(self, address: str = "inproc://core") -> None:
         self.context = zmq.Context()
         self.router = open_socket(self.context, zmq.ROUTER)
-        self.router.bind("inproc://core")
-        self.channel = StepChannel(self.context, "inproc://core", core_id=CORE_ID, epoch=EPOCH, timeout_s=DEADLINE_S)
+        self.router.bind(address)
+        self.channel = StepChannel(self.context, address, core_id=CORE_ID, epoch=EPOCH, timeout_s=DEADLINE_S)
         self.channel.send(WorkerReady(core_id=CORE_ID, epoch=EPOCH, rank=0, kv_bytes=1, warmup_s=0.0))
         self.identity, *frames = self.router.recv_multipart()
         assert decode(frames, (WorkerReady,)).rank == 0
@@ -100,3 +103,24 @@ def test_masks_that_came_before_a_shutdown_are_taken(core):
 def test_messages_of_another_epoch_are_dropped(core):
     core.say(plan(9, epoch=2), plan(1))
     assert core.channel.next_plan().step_id == 1 and core.channel.num_dropped == 1
+
+
+def test_a_step_that_can_not_be_read_ends_the_rank_and_is_not_left_out(core):
+    version, tag, _ = encode(plan(1))
+    core.router.send_multipart([core.identity, version, tag, b"broken"])
+    with pytest.raises(ProtocolError, match="SchedulerOutput"):
+        core.channel.next_plan()
+
+
+def test_a_step_with_much_to_tell_arrives(tmp_path):
+    """Parameters and prompts of hundreds of new requests, masks of a large vocabulary; in memory there is no limit to meet."""
+    core = Core(f"ipc://{tmp_path}/core")
+    try:
+        new = NewRequestData(
+            row=0, request_id="a", token_ids=np.zeros(5 << 20, np.int32), num_prompt_tokens=5 << 20, num_computed_tokens=0,
+            block_ids=([0],), params=SamplingParams(temperature=0.0, seed=0),
+        )  # fmt: skip
+        core.say(replace(plan(1), new_requests=(new,)), plan(2))
+        assert [core.channel.next_plan().step_id for _ in range(2)] == [1, 2]
+    finally:
+        core.close()
