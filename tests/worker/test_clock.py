@@ -1,7 +1,7 @@
 """A stage's clock: what counts as work, and as waiting for what."""
 
 from ipc.spans import Kind
-from worker.clock import LINK, PLAN, ROOM, TOKENS, StageClock
+from worker.clock import LINK, MASKS, PLAN, ROOM, TOKENS, StageClock
 
 
 class Now:
@@ -16,7 +16,7 @@ def test_every_moment_counts_for_exactly_one_cause():
     clock = StageClock(now)
     with clock.waiting(PLAN):
         now.seconds += 5
-        assert clock.busy_and_waits() == (0, {PLAN: 5, LINK: 0, TOKENS: 0, ROOM: 0})
+        assert clock.busy_and_waits() == (0, {PLAN: 5, LINK: 0, TOKENS: 0, ROOM: 0, MASKS: 0})
     now.seconds += 2
     clock.doing(Kind.FORWARD, 4)
     with clock.waiting(LINK):
@@ -25,7 +25,7 @@ def test_every_moment_counts_for_exactly_one_cause():
             now.seconds += 0.5
         now.seconds += 1
     now.seconds += 1
-    assert clock.busy_and_waits() == (3, {PLAN: 5, LINK: 4, TOKENS: 0.5, ROOM: 0})
+    assert clock.busy_and_waits() == (3, {PLAN: 5, LINK: 4, TOKENS: 0.5, ROOM: 0, MASKS: 0})
     assert clock.totals_ns()[Kind.FORWARD] == 10**9
 
 
