@@ -68,7 +68,7 @@ def test_from_hello_to_shutdown(core_for, checkpoints, num_ranks):
     before = [cpu_seconds(process.pid) for process in core.ranks]
     core.serve_for(IDLE_S)
     shares = [(cpu_seconds(process.pid) - start) / IDLE_S for process, start in zip(core.ranks, before, strict=True)]
-    assert max(shares) < 0.01, shares
+    assert max(shares) < 0.08, shares
     report = core.reports[num_ranks - 1]
     assert report.num_steps == 9
     assert 0 < report.busy_s < 60
