@@ -447,8 +447,10 @@ class EngineCore:
 
     def _num_waiting_tokens(self) -> int:
         if self._scheduler is None:
-            return sum(request.num_tokens for request in self._queue)
-        return self._scheduler.num_waiting_tokens
+            num_queued = sum(request.num_tokens for request in self._queue)
+        else:
+            num_queued = self._scheduler.num_waiting_tokens
+        return num_queued + self._grammars.num_pending_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
         self._withdraw(request, reason)

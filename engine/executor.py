@@ -193,14 +193,12 @@ class Executor:
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
         frames = encode(plan)
-        for rank in self._members:
-            if events := self._send_for_steps(rank, frames):
-                return events
-        return []
+        return self._send_to_each([(member, member.steps_identity) for member in self._members.values()], frames)
 
     def send_masks(self, masks: GrammarOutput) -> list[Event]:
         """Send a step's masks to the last stage, which alone samples."""
-        return self._send_for_steps(self._config.num_stages - 1, encode(masks))
+        last = self._members.get(self._config.num_stages - 1)  # none when the epoch has ended
+        return [] if last is None else self._send_to_each([(last, last.steps_identity)], encode(masks))
 
     def shut_down(self, reason: str, *, exit_code: int = 0) -> None:
         """Ask every rank that was heard of to end with this exit code: behind the steps that it was sent, or at a deadline."""
@@ -366,22 +364,15 @@ class Executor:
     # ------------------------------------------------------------------------------------------ sending
 
     def _broadcast(self, frames: list[Frame]) -> list[Event]:
-        for rank, member in self._members.items():
-            if not try_send(self._socket, [member.identity, *frames]):
-                return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
-        return []
-
-    def _send_for_steps(self, rank: int, frames: list[Frame]) -> list[Event]:
-        """To the socket on which the rank waits for steps."""
-        member = self._members.get(rank)
-        if member is None:
-            return []  # the epoch has ended
-        assert member.steps_identity is not None, "every rank is ready"
-        if try_send(self._socket, [member.steps_identity, *frames]):
-            return []
-        return self._end_epoch(f"rank {rank} can't be reached", fatal=False)
+        return self._send_to_each([(member, member.identity) for member in self._members.values()], frames)
 
     def _send(self, member: _Member, message: object) -> list[Event]:
-        if try_send(self._socket, [member.identity, *encode(message)]):
-            return []
-        return self._end_epoch(f"rank {member.hello.rank} can't be reached", fatal=False)
+        return self._send_to_each([(member, member.identity)], encode(message))
+
+    def _send_to_each(self, receivers: list[tuple[_Member, bytes | None]], frames: list[Frame]) -> list[Event]:
+        """On one of each member's sockets; the first that can't be reached ends the epoch."""
+        for member, identity in receivers:
+            assert identity is not None, "steps are for ranks that are ready"
+            if not try_send(self._socket, [identity, *frames]):
+                return self._end_epoch(f"rank {member.hello.rank} can't be reached", fatal=False)
+        return []

@@ -81,6 +81,8 @@ class GrammarCompiler:
         self._pending: dict[int, _Job] = {}
         """By internal id, in the order of arrival, so of deadlines."""
         self._pending_bytes = 0
+        self.num_pending_tokens = 0
+        """Of all requests that wait here."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[_Job, AnswerGrammar | RequestError]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -104,6 +106,7 @@ class GrammarCompiler:
         )  # fmt: skip
         self._pending[request.internal_id] = job
         self._pending_bytes += size
+        self.num_pending_tokens += request.num_tokens
         self._jobs.put(job)
         if self._thread is None:
             # Not waited for at the end: it holds nothing that outlives the process.
@@ -118,6 +121,7 @@ class GrammarCompiler:
         if job is None:
             return False
         self._pending_bytes -= job.structured.size_bytes
+        self.num_pending_tokens -= request.num_tokens
         return True
 
     def deadline(self) -> float | None:

@@ -130,7 +130,7 @@ class SamplingParams:
     """"raw": log-softmax of the model's own logits. "processed": of what a token is drawn from, after all of the rules."""
 
     n: int = 1
-    """Answers to this prompt, each a choice with an index of its own; docs/sampling.md tells their seeds."""
+    """Answers to this prompt. Engines of this version give one, and refuse a request for more."""
 
     echo: bool = False
     """The text begins with the prompt's (done by the text clients)."""

@@ -70,6 +70,9 @@ class StepTokens:
     positions: NDArray[np.int64]
     """[T]."""
 
+    owners: NDArray[np.int64]
+    """[T]: which row of the step each token is of."""
+
     @property
     def has_one_each(self) -> bool:
         """Whether every row computes one token."""
@@ -82,14 +85,9 @@ class StepTokens:
         longer = np.flatnonzero(self.num_scheduled != 1)
         return int(longer[0]) if len(longer) else len(self.rows)
 
-    def owners(self) -> NDArray[np.int64]:
-        """[T]: which row of the step each token is of."""
-        indices = np.arange(len(self.rows))
-        return indices if self.has_one_each else np.repeat(indices, self.num_scheduled)
-
     @classmethod
     def of(cls, rows: NDArray[np.int64], num_scheduled: NDArray[np.int64], span: Span) -> "StepTokens":
-        positions = span.starts.astype(np.int64)
+        positions, owners = span.starts.astype(np.int64), np.arange(len(rows))
         if len(rows) and int(num_scheduled.max()) == 1:
             # Steps of decodes alone are many and small: what each operation costs beside its work counts.
             query_starts = np.arange(len(rows) + 1)
@@ -97,7 +95,10 @@ class StepTokens:
             query_starts = np.zeros(len(rows) + 1, np.int64)
             np.cumsum(num_scheduled, out=query_starts[1:])
             positions = np.repeat(positions, num_scheduled) + offsets_within(num_scheduled)
-        return cls(rows=rows, num_scheduled=num_scheduled, query_starts=query_starts, span=span, positions=positions)
+            owners = np.repeat(owners, num_scheduled)
+        return cls(
+            rows=rows, num_scheduled=num_scheduled, query_starts=query_starts, span=span, positions=positions, owners=owners
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ class InputBatch:
 
 def gather_token_ids(states: RequestStates, step: StepTokens) -> NDArray[np.int64]:
     """[T]: the tokens that the first stage embeds."""
-    return states.token_ids[step.rows[step.owners()], step.positions].astype(np.int64)
+    return states.token_ids[step.rows[step.owners], step.positions].astype(np.int64)
 
 
 def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMetadata:
@@ -139,7 +140,7 @@ def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMeta
     """
     seq_lens = step.span.ends
     block_table = table.gather(step.rows, seq_lens)
-    owners = step.owners()
+    owners = step.owners
     blocks = block_table[owners, step.positions // table.block_size].astype(np.int64)
     if len(blocks) and blocks.min() < 0:
         raise ProtocolError("block_ids", f"row {step.rows[owners[blocks.argmin()]]} computes a token that has no block")

@@ -7,8 +7,9 @@ several groups, so that the groups are about equally large and no tensor lies id
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from ipc.errors import ConfigError
 from ipc.messages import KVCacheGroup
 from worker.model_config import ModelConfig
+
+Made = TypeVar("Made")
 
 MOST_OF_A_KIND = 8
 """Groups of one kind. Each costs every step a table of its own."""
@@ -56,6 +59,11 @@ class StageCaches:
 
     tensors: tuple[Tensor, ...]
     """Of each layer of the stage; layers of different groups may have the same."""
+
+    def for_layers(self, make: Callable[[int], Made]) -> tuple[Made, ...]:
+        """For each layer of the stage what is made of its group, once for each group."""
+        of_group = {group: make(group) for group in set(self.group_of_layer)}
+        return tuple(of_group[group] for group in self.group_of_layer)
 
 
 def place_layers(

@@ -14,7 +14,7 @@ from ipc.params import SamplingParams
 from kernels.penalties import apply_penalties
 from kernels.token_mask import apply_token_mask
 from worker.logits_processors import LogitsProcessor, ProcessedRow
-from worker.token_counts import TokenCounts
+from worker.token_counts import TokenCounts, token_bits
 from worker.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RowRules:
             params=params,
             bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int64),
             biases=np.array([bias for _, bias in params.logit_bias], np.float32),
-            allowed=None if allowed is None else _bits(allowed, vocab_size),
+            allowed=None if allowed is None else token_bits(allowed, vocab_size),
             ending_ids=params.ending_token_ids(eos_token_ids),
         )
 
@@ -197,12 +197,6 @@ def _calls(
         for name, process in processors.items()
         if name in of_name
     ]
-
-
-def _bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    chosen = np.zeros(32 * -(-vocab_size // 32), np.bool_)
-    chosen[list(token_ids)] = True
-    return np.packbits(chosen, bitorder="little").view(np.int32)
 
 
 def _ends_with(answer: NDArray[np.int32], beginning: tuple[int, ...]) -> bool:

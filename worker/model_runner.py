@@ -201,16 +201,11 @@ class ModelRunner:
                 return padded
         return EagerStep(
             positions=to_device(torch.from_numpy(step.positions), self._device),
-            metadata=self._metadata(step) if num_seqs else (),
+            metadata=self._caches.for_layers(partial(self._metadata, step)) if num_seqs else (),
         )
 
-    def _metadata(self, step: StepTokens) -> tuple[Any, ...]:
-        """For each layer of the stage that of its group."""
-        of_group = {
-            group: self._builders[group].build(self._attention_inputs(step, group))
-            for group in set(self._caches.group_of_layer)
-        }
-        return tuple(of_group[group] for group in self._caches.group_of_layer)
+    def _metadata(self, step: StepTokens, group: int) -> Any:
+        return self._builders[group].build(self._attention_inputs(step, group))
 
     def _attention_inputs(self, step: StepTokens, group: int) -> CommonAttentionMetadata:
         return attention_inputs(self._tables[group], step)

@@ -50,7 +50,8 @@ class SamplingStates:
         """The same for the prompt's tokens."""
         self.wants_processed = np.zeros(num_rows, np.bool_)
         """Its logprobs are of the distribution that its tokens are drawn from."""
-        self._rules: list[RowRules | None] = [None] * num_rows
+        self._rules: dict[int, RowRules] = {}
+        """Of the rows that have some."""
         self._counts = TokenCounts(vocab_size, device)
 
     def add(self, new: NewRequestData) -> None:
@@ -68,7 +69,9 @@ class SamplingStates:
         self.num_logprobs[row] = num_top_of(params.logprobs, self._vocab_size)
         self.num_prompt_logprobs[row] = num_top_of(params.prompt_logprobs, self._vocab_size)
         self.wants_processed[row] = params.logprobs_mode == "processed"
-        self._rules[row] = RowRules.of(new, self._vocab_size, self._eos_token_ids)
+        self._rules.pop(row, None)
+        if (rules := RowRules.of(new, self._vocab_size, self._eos_token_ids)) is not None:
+            self._rules[row] = rules
         self._counts.discard(row)
         self._has_penalties[row] = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -80,7 +83,7 @@ class SamplingStates:
         """These rows have no owner now."""
         for row in rows:
             self._counts.discard(row)
-            self._rules[row] = None
+            self._rules.pop(row, None)
 
     def batch(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingBatch:
         """Parameters of rows that are about to sample these positions."""
@@ -103,10 +106,10 @@ class SamplingStates:
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
     ) -> LogitRules | None:
         """How these rows change their logits; None when none does. ``token_ids``: [rows, tokens] of all requests."""
-        own = [self._rules[row] for row in rows.tolist()]
         penalties = self._penalties(rows)
-        if penalties is None and not any(own):
+        if penalties is None and not self._rules:
             return None
+        own = [self._rules.get(row) for row in rows.tolist()]
         sequences = [token_ids[row, :position] for row, position in zip(rows, positions, strict=True)]
         return gather_rules(own, sequences, penalties, self._processors, self._device)
 

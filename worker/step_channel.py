@@ -7,7 +7,6 @@ interpreter, and a core's caches, from the thread that computes.
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import zmq
 
@@ -20,12 +19,16 @@ logger = logging.getLogger(__name__)
 
 FROM_CORE = (SchedulerOutput, GrammarOutput, Shutdown)
 
+LAST_WORDS_MS = 1000
+"""What the last outputs get to leave."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
 class ShutdownRequested(Exception):  # noqa: N818
     """The core asked this rank to end, with this exit code."""
 
-    exit_code: int
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class StepChannel:
@@ -47,7 +50,7 @@ class StepChannel:
         """Taken from the socket, not yet worked on."""
         self._masks: deque[GrammarOutput] = deque()
         """The same for masks, in the order of their steps."""
-        self._socket = open_socket(context, zmq.DEALER, max_frame_bytes=STEP_MESSAGE_BYTES, linger_ms=1000)
+        self._socket = open_socket(context, zmq.DEALER, max_frame_bytes=STEP_MESSAGE_BYTES, linger_ms=LAST_WORDS_MS)
         self._socket.connect(core_address)
 
     @property
@@ -61,7 +64,7 @@ class StepChannel:
             self._receive(self._socket.recv_multipart())
         item = self._ahead.popleft()
         if isinstance(item, Shutdown):
-            raise ShutdownRequested(exit_code=item.exit_code)
+            raise ShutdownRequested(item.exit_code)
         return item
 
     def take_waiting(self) -> list[SchedulerOutput]:
@@ -81,7 +84,7 @@ class StepChannel:
         deadline = time.monotonic() + timeout_s
         while not self._masks:
             if self._ahead and isinstance(self._ahead[-1], Shutdown):
-                raise ShutdownRequested(exit_code=self._ahead[-1].exit_code)
+                raise ShutdownRequested(self._ahead[-1].exit_code)
             if not self._socket.poll(max(1, int(1000 * (deadline - time.monotonic())))):
                 raise PeerLost(f"step {step_id}: the core sent no masks within {timeout_s:g} s")
             self._receive(self._socket.recv_multipart(zmq.NOBLOCK))

@@ -1,5 +1,7 @@
 """How often does each token occur in a row's prompt and answer? For the rows that ask for penalties."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,9 +30,7 @@ class TokenCounts:
         if not self._unused:
             self._grow()
         slot = self._slot_of_row[row] = self._unused.pop()
-        is_in_prompt = np.zeros(32 * self.in_prompt.shape[1], np.bool_)
-        is_in_prompt[prompt] = True
-        words = np.packbits(is_in_prompt, bitorder="little").view(np.int32)
+        words = token_bits(prompt, self._vocab_size)
         counts = np.bincount(answer, minlength=self._vocab_size).astype(np.int32)
         self.in_prompt[slot] = to_device(torch.from_numpy(words), self._device)
         self.counts[slot] = to_device(torch.from_numpy(counts), self._device)
@@ -55,3 +55,10 @@ class TokenCounts:
         self.in_prompt = torch.cat((self.in_prompt, self.in_prompt.new_zeros(num_more, self.in_prompt.shape[1])))
         self.counts = torch.cat((self.counts, self.counts.new_zeros(num_more, self._vocab_size)))
         self._unused += range(num_slots + num_more - 1, num_slots - 1, -1)
+
+
+def token_bits(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
+    """[V / 32]: bit i of word w is set if token 32 w + i is among these."""
+    is_in = np.zeros(32 * -(-vocab_size // 32), np.bool_)
+    is_in[np.asarray(token_ids)] = True
+    return np.packbits(is_in, bitorder="little").view(np.int32)

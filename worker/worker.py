@@ -6,6 +6,7 @@ import secrets
 import time
 import traceback
 import warnings
+from contextlib import closing
 from typing import TypeVar
 
 import zmq
@@ -195,12 +196,13 @@ class Worker:
             stage, channel = self._initialize_from_config(self._next(KVCacheConfig), start, loaded, meeting)
         except ShutdownRequested as shutdown:
             return shutdown.exit_code
-        try:
-            while True:
-                self._step(stage, channel)
-        except ShutdownRequested as shutdown:
-            stage.flush(FLUSH_S)
-            return shutdown.exit_code
+        with closing(channel):
+            try:
+                while True:
+                    self._step(stage, channel)
+            except ShutdownRequested as shutdown:
+                stage.flush(FLUSH_S)
+                return shutdown.exit_code
 
     def _step(self, stage: Stage, channel: StepChannel) -> None:
         self._clock.doing(PLAN, NO_STEP)
@@ -318,7 +320,7 @@ class Worker:
         with self._clock.waiting(PLAN):
             item = self._control.inbox.get()
         if isinstance(item, Shutdown):
-            raise ShutdownRequested(exit_code=item.exit_code)
+            raise ShutdownRequested(item.exit_code)
         if not isinstance(item, kind):
             raise ProtocolError(type(item).__name__, f"came while {kind.__name__} was awaited")
         return item

@@ -152,9 +152,12 @@ def test_a_request_that_waits_too_long_is_refused_and_its_grammar_is_dropped(ben
 def test_a_cancelled_request_does_not_come_back(bench: Bench) -> None:
     slow, other = bench.submit("slow"), bench.submit("a")
     assert bench.compiler.is_busy.wait(10)
+    assert bench.grammars.num_pending_tokens == 2
     assert bench.grammars.cancel(slow) and not bench.grammars.cancel(slow)
+    assert bench.grammars.num_pending_tokens == 1
     bench.compiler.go_on.set()
     assert [request for request, _ in bench.wait(1)] == [other]
+    assert bench.grammars.num_pending_tokens == 0
     assert not bench.grammars.cancel(other)
 
 

@@ -267,6 +267,7 @@ def test_another_failure_of_a_capture_is_not_taken_for_a_lack_of_memory(checkpoi
         make(checkpoints.fx_r, 1, "piecewise", pool=FakePool(fail))
 
 
+@needs_native_code
 def test_captures_are_largest_first_and_once_for_each_receive_buffer(checkpoints) -> None:
     pool = FakePool()
     sizes: list[int] = []

@@ -233,12 +233,12 @@ class StageGraphs:
         self, dispatch: Dispatch, inputs: Callable[[int], CommonAttentionMetadata]
     ) -> tuple[Any, ...]:
         """For each layer of the stage that of its group."""
-        of_group = {}
-        for group in set(self._caches.group_of_layer):
+
+        def build(group: int) -> Any:
             builder = self._builders[group]
-            build = builder.build_in_place if dispatch.mode is CudagraphMode.FULL else builder.build
-            of_group[group] = build(inputs(group))
-        return tuple(of_group[group] for group in self._caches.group_of_layer)
+            return (builder.build_in_place if dispatch.mode is CudagraphMode.FULL else builder.build)(inputs(group))
+
+        return self._caches.for_layers(build)
 
 
 def _padded(values: NDArray[np.int64], length: int) -> Tensor:
