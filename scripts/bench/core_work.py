@@ -66,6 +66,7 @@ async def _measure(address: str, num_requests: int, num_windows: int) -> list[tu
             windows.append((cpu_s, int(num_steps)))
         for reader in readers:
             reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
         return windows
 
 

@@ -43,6 +43,7 @@ class Engine:
 
     def __init__(self, words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         """``environment``: variables on top of this process's own, of which those about threads are left out."""
+        _let_sigterm_unwind()
         self.words = list(words)
         self.address = ""
         listen = [] if any(word.startswith("--listen") for word in words) else ["--listen", "tcp://127.0.0.1:0"]
@@ -116,6 +117,13 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _let_sigterm_unwind() -> None:
+    """A benchmark that is told to end must end its engines, which live in sessions of their own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def clean_environment() -> dict[str, str]:
