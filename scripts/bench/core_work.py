@@ -53,26 +53,34 @@ async def _measure(address: str, num_requests: int, num_windows: int) -> list[tu
         source = PromptSource(client.model, seed=0)
         params = SamplingParams(max_tokens=MAX_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         streams = [client.generate(source.draw(PROMPT_TOKENS), params) for _ in range(num_requests)]
-        readers = [asyncio.ensure_future(_read(stream)) for stream in streams]
-        await asyncio.sleep(WARM_UP_S)
-        windows = []
-        for _ in range(num_windows):
-            before = await client.stats()
-            await asyncio.sleep(WINDOW_S)
-            after = await client.stats()
-            if after["requests_running"] != num_requests:
-                raise EngineError("requests ended before the measurement did; ask for fewer --rounds")
-            cpu_s, num_steps = (float(after[name]) - float(before[name]) for name in ("core_cpu_s", "stage_0_steps"))
-            windows.append((cpu_s, int(num_steps)))
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-        return windows
+        decoding = [asyncio.Event() for _ in streams]
+        readers = [asyncio.ensure_future(_read(*pair)) for pair in zip(streams, decoding, strict=True)]
+        try:
+            await asyncio.gather(*(event.wait() for event in decoding))
+            await asyncio.sleep(WARM_UP_S)
+            return [await _window(client, num_requests) for _ in range(num_windows)]
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(stream: AsyncTokenStream) -> None:
-    async for _ in stream:
-        pass
+async def _window(client: AsyncTokenClient, num_requests: int) -> tuple[float, int]:
+    before = await client.stats()
+    await asyncio.sleep(WINDOW_S)
+    after = await client.stats()
+    if after["requests_running"] != num_requests:
+        raise EngineError("requests ended before the measurement did; ask for fewer --rounds")
+    cpu_s, num_steps = (float(after[name]) - float(before[name]) for name in ("core_cpu_s", "stage_0_steps"))
+    return cpu_s, int(num_steps)
+
+
+async def _read(stream: AsyncTokenStream, decoding: asyncio.Event) -> None:
+    try:
+        async for _ in stream:
+            decoding.set()
+    finally:
+        decoding.set()  # one that failed must not be waited for
 
 
 if __name__ == "__main__":
