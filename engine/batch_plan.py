@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.cost_model import StepShape
 from engine.in_flight import InFlightStep
 from engine.request import Request
-from ipc.messages import CachedRequestData, NewRequestData, SchedulerOutput
+from ipc.messages import CachedRequestData, DraftTokens, NewRequestData, RejectedDrafts, SchedulerOutput
 
 PlanEntry = tuple[Request, int, tuple[list[int], ...]]
 """Who, how many tokens, and the blocks per group that the request gained for them."""
@@ -27,17 +27,29 @@ class BatchPlan:
         self.tokens_left = token_budget
         self._singles: dict[int, PlanEntry] = {}
         self._chunks: dict[int, PlanEntry] = {}
+        self._drafts: dict[int, list[int]] = {}
         self._new: dict[int, NewRequestData] = {}
         self._needs_tokens_of_step = 0
 
     def __len__(self) -> int:
         return len(self._singles) + len(self._chunks)
 
+    @property
+    def num_drafts(self) -> int:
+        """Of all entries."""
+        return sum(map(len, self._drafts.values()))
+
     def add(self, request: Request, num_tokens: int, gained: tuple[list[int], ...]) -> None:
         """Schedule the next ``num_tokens`` of a request; its row stands where the batch's order wants it."""
         entries = self._singles if num_tokens == 1 else self._chunks
         entries[request.internal_id] = (request, num_tokens, gained)
         self.tokens_left -= num_tokens
+
+    def add_drafts(self, request: Request, drafts: list[int], gained: tuple[list[int], ...]) -> None:
+        """Schedule the newest token of a request and, in the slots behind it, guesses of those that follow."""
+        self._chunks[request.internal_id] = (request, 1, gained)
+        self._drafts[request.internal_id] = drafts
+        self.tokens_left -= 1 + len(drafts)
 
     def add_new(self, request: Request, num_tokens: int, row_named_by_step: int) -> None:
         """The same for a request that begins a life: its row and tables are set.
@@ -60,7 +72,7 @@ class BatchPlan:
         """Take a victim out, if it is in, and refund its tokens."""
         entry = self._singles.pop(request.internal_id, None) or self._chunks.pop(request.internal_id, None)
         if entry is not None:
-            self.tokens_left += entry[1]
+            self.tokens_left += entry[1] + len(self._drafts.pop(request.internal_id, ()))
 
     def commit(self, identity: StepIdentity, freed_rows: list[int], num_groups: int) -> tuple[SchedulerOutput, InFlightStep]:
         """Move the requests forward; the message for the workers and the record for its return."""
@@ -73,7 +85,8 @@ class BatchPlan:
         needs = self._needs_tokens_of_step
         constrained: list[tuple[Request, int, int]] = []
         attention = 0
-        for request, num_tokens, _ in entries:
+        rejected: list[tuple[int, int]] = []
+        for index, (request, num_tokens, _) in enumerate(entries):
             context = request.num_scheduled_tokens
             attention += num_tokens * (2 * context + num_tokens)
             request.num_scheduled_tokens = end = context + num_tokens
@@ -89,6 +102,18 @@ class BatchPlan:
                 request.sampled_by_step = step_id
                 if request.grammar is not None:
                     constrained.append((request, request.row, end))
+            if request.num_rejected_drafts:
+                rejected.append((index, request.num_rejected_drafts))
+                request.num_rejected_drafts = 0
+        drafts = [
+            (index, self._drafts[request.internal_id])
+            for index, request in enumerate(requests)
+            if request.internal_id in self._drafts
+        ] if self._drafts else []
+        num_tokens_of = counts.copy() if drafts else counts
+        for index, of_row in drafts:
+            num_tokens_of[index] += len(of_row)
+            attention += len(of_row) * (2 * requests[index].num_scheduled_tokens + len(of_row))
         output = SchedulerOutput(
             core_id=identity.core_id,
             epoch=identity.epoch,
@@ -97,12 +122,23 @@ class BatchPlan:
             new_requests=tuple(self._new.values()),
             cached_requests=_deltas(entries, num_groups),
             rows=rows,
-            num_scheduled_tokens=counts,
+            num_scheduled_tokens=num_tokens_of,
             needs_tokens_of_step=needs,
             has_grammar=bool(constrained),
+            drafts=_draft_columns(drafts) if drafts else None,
+            rejected=RejectedDrafts(indices=[i for i, _ in rejected], counts=[n for _, n in rejected]) if rejected else None,
         )
-        shape = StepShape(len(rows), sum(counts), attention, True in samples)
-        return output, InFlightStep(step_id, requests, rows, counts, samples, shape, constrained)
+        shape = StepShape(len(rows), sum(num_tokens_of), attention, True in samples)
+        of_rows = {rows[index]: of_row for index, of_row in drafts}
+        return output, InFlightStep(step_id, requests, rows, counts, samples, shape, constrained, of_rows)
+
+
+def _draft_columns(drafts: list[tuple[int, list[int]]]) -> DraftTokens:
+    return DraftTokens(
+        indices=[index for index, _ in drafts],
+        counts=[len(of_row) for _, of_row in drafts],
+        token_ids=[token_id for _, of_row in drafts for token_id in of_row],
+    )
 
 
 def _deltas(entries: list[PlanEntry], num_groups: int) -> CachedRequestData:

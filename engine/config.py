@@ -10,6 +10,9 @@ from engine.pacing import PREFILL_SHARE
 from engine.policies import SchedulingPolicy
 from ipc.errors import ConfigError
 
+MAX_LOOKUP_TOKENS = 16
+"""Drafts stay within a KV block, which has this many tokens by default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
@@ -59,6 +62,8 @@ class CoreConfig:
     """Fixes the number of groups of decodes, for comparison; None lets the cost model choose."""
     single_batch: bool = False
     """One step in flight, which takes all that is ready: for comparison."""
+    speculative_lookup_tokens: int = 0
+    """Most tokens that a step may guess for one request; 0 for none."""
     logits_processors: tuple[str, ...] = ()
     """Names that the last stage has loaded functions for: requests may use them."""
     seed: int | None = None
@@ -87,6 +92,8 @@ class CoreConfig:
             ("--prefill-share", self.prefill_share, 0 < self.prefill_share <= 1, "must be above 0 and at most 1"),
             ("--num-cohorts", self.num_cohorts, self.num_cohorts is None or 1 <= self.num_cohorts <= self.num_stages + 1,
              f"must be between 1 and {self.num_stages + 1} (stages + 1)"),
+            ("--speculative-lookup-tokens", self.speculative_lookup_tokens,
+             0 <= self.speculative_lookup_tokens <= MAX_LOOKUP_TOKENS, f"must be between 0 (off) and {MAX_LOOKUP_TOKENS}"),
             ("--drain-timeout", self.drain_timeout_s, self.drain_timeout_s >= 0, "must not be negative"),
             ("--health-timeout", self.health_timeout_s, self.health_timeout_s >= 1, "must be at least 1 second"),
         )

@@ -111,6 +111,8 @@ class EngineCore:
                 "prompt_tokens_total",
                 "prefix_cache_query_tokens_total",
                 "prefix_cache_hit_tokens_total",
+                "draft_tokens_total",
+                "accepted_draft_tokens_total",
             ),
             0,
         )
@@ -591,6 +593,8 @@ class EngineCore:
             "prompt_tokens_total": stats.num_prompt_tokens,
             "prefix_cache_query_tokens_total": stats.prefix_query_tokens,
             "prefix_cache_hit_tokens_total": stats.prefix_hit_tokens,
+            "draft_tokens_total": stats.num_draft_tokens,
+            "accepted_draft_tokens_total": stats.num_accepted_draft_tokens,
         }
         return {name: total + of_epoch[name] for name, total in self._totals.items()}
 

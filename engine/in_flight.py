@@ -17,11 +17,14 @@ class InFlightStep:
     requests: list[Request]
     rows: list[int]
     num_scheduled_tokens: list[int]
+    """Without drafts."""
     samples: list[bool]
     """True where the step reaches the last token, known or promised by an earlier step, so that the row samples."""
     shape: StepShape
     constrained: list[tuple[Request, int, int]] = field(default_factory=list)
     """Of the rows that sample, those with a grammar: whose, which row, and how many tokens stand before the sampled one."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """By row, behind its one token."""
     tag: tuple[int, int] | None = None
     """What pacing wants to hear again when the step returns."""
 

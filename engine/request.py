@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from engine.lookup import Lookup
 from ipc.messages import IdBuffer, MaskBuffer
 from ipc.params import SamplingParams
 
@@ -123,6 +124,12 @@ class Request:
     num_blocks_wanted: int = 0
     """Free blocks that were too few at the last try to admit this request."""
     num_preemptions: int = 0
+    lookup: Lookup | None = None
+    """Knows what the tokens repeat; where drafts are made, and once it has sampled. Survives preemption."""
+    awaits_token: bool = False
+    """Has earned drafts, which stand behind a known token: it is not scheduled before its newest token is back."""
+    num_rejected_drafts: int = 0
+    """Of its last step; workers are told with the next one."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
@@ -171,6 +178,7 @@ class Request:
         self.num_computed_tokens = 0
         self.last_step_id = 0
         self.sampled_by_step = 0
+        self.num_rejected_drafts = 0
 
 
 def ending_of(request: Request, eos_token_ids: frozenset[int], max_model_len: int) -> tuple[str, int | None] | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.batch_plan import BatchPlan, StepIdentity
 from engine.cost_model import CostModel, FittedCosts
+from engine.drafting import Drafter, sampled_tokens
 from engine.in_flight import InFlightStep, RowPool, StepsInFlight
 from engine.kv_cache_manager import NO_BLOCKS, KVCacheManager
 from engine.logprobs import rows_of, untold_part
@@ -20,7 +21,7 @@ from engine.pacing import ChunkBudget, CohortPacing, GreedyPacing, Load, Pace
 from engine.policies import LOOK_AHEAD, MAX_PASSES, RunningSet, SchedulingPolicy, WaitingQueue, rank_function
 from engine.request import Request, RequestStatus, ending_of
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
-from ipc.errors import ProtocolError, RequestError
+from ipc.errors import RequestError
 from ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 __all__ = ["ROWS_PER_SEQUENCE", "RequestProgress", "Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -76,6 +77,9 @@ class Scheduler:
         )
         self._rows = RowPool(ROWS_PER_SEQUENCE * config.max_num_seqs)
         self._in_flight = StepsInFlight()
+        self._drafter = Drafter(
+            config.speculative_lookup_tokens, block_size=config.block_size, max_num_seqs=config.max_num_seqs
+        )
         self._owed_masks = OwedMasks(core_id=core_id, epoch=epoch)
         rank = rank_function(config.policy)
         self._waiting = WaitingQueue(rank)
@@ -158,6 +162,8 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             prefix_query_tokens=self._kv.stats.query_tokens,
             prefix_hit_tokens=self._kv.stats.hit_tokens,
+            num_draft_tokens=self._drafter.num_drafted,
+            num_accepted_draft_tokens=self._drafter.num_accepted,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -175,7 +181,7 @@ class Scheduler:
         plan = BatchPlan(self.config.max_num_batched_tokens)
         self._plan_decodes(plan, pace, load.has_prompts)
         if load.has_prompts:
-            chunks = self._chunk_budget(pace, len(plan))
+            chunks = self._chunk_budget(pace, len(plan) + plan.num_drafts)
             if self._plan_chunks(plan, chunks):
                 self._admit(plan, chunks)
             if not len(plan):
@@ -234,6 +240,9 @@ class Scheduler:
         elif not self._has_room_for_cohort(pace, len(ready)):
             return
         block_size = self.config.block_size
+        room_for_drafts = 0
+        if self._drafter.is_on:
+            room_for_drafts = self._drafter.room_beside(most, plan.tokens_left, self.costs.coefficients, self._context)
         for request in ready:
             if len(plan) == most:
                 return
@@ -243,7 +252,11 @@ class Scheduler:
             gained = NO_BLOCKS if request.num_scheduled_tokens % block_size else self._allocate(request, 1, plan)
             if gained is not None:
                 del self._decodes[request.internal_id]
-                plan.add(request, 1, gained)
+                if request.awaits_token and (drafts := self._drafter.drafts_for(request, room_for_drafts)):
+                    room_for_drafts -= len(drafts)
+                    plan.add_drafts(request, drafts, gained)
+                else:
+                    plan.add(request, 1, gained)
 
     def _ready_decodes(self, most: int, has_prompts: bool) -> list[Request]:
         """Those that may sample again, longest unserved first.
@@ -251,7 +264,7 @@ class Scheduler:
         In the pipeline's extra step these may be requests whose token is not back yet. Stage 0 will wait for that token
         and hold up what comes behind, so it must be the one that is due next, and there must be nothing better to do.
         """
-        newest_usable = self._in_flight.last_returned_id
+        last_returned = newest_usable = self._in_flight.last_returned_id
         if self.config.async_scheduling and (not has_prompts or len(self._in_flight) >= self.config.num_stages):
             newest_usable += 1
         ready: list[Request] = []
@@ -259,6 +272,8 @@ class Scheduler:
             # One more than can go: one at a time may lack blocks, the one whose turn it is to give way.
             if request.sampled_by_step > newest_usable or len(ready) > most:
                 break
+            if request.awaits_token and request.sampled_by_step > last_returned:
+                continue
             ready.append(request)
         return ready
 
@@ -392,7 +407,8 @@ class Scheduler:
             # Less than one: what a small cohort lacked is not made up for by a large one.
             self._credit = min(max(self._credit + pace.cohort_size - num_decodes, 0.0), 1.0 - 1e-6)
             self._context = context / num_decodes
-        step.tag = pace.tag
+        # Steps with drafts bring more than a token each: they tell nothing of cohorts.
+        step.tag = None if step.drafts else pace.tag
         self._last_step_s = self.costs.coefficients.stage_time(step.shape)
         self._last_step_samples = step.shape.samples
         self._in_flight.send(step)
@@ -413,11 +429,11 @@ class Scheduler:
         Raises:
             ProtocolError: the output is not one of the step that is due; the worker group can't be trusted further.
         """
-        tokens = _tokens_by_row(output)
         logprobs = rows_of(output.logprobs, "ModelRunnerOutput.logprobs")
         prompt_logprobs = rows_of(output.prompt_logprobs, "ModelRunnerOutput.prompt_logprobs")
         nan_rows = frozenset(output.nan_rows)
         step = self._in_flight.take_back(output.step_id)
+        tokens, further = sampled_tokens(output, step)
         now = self._clock()
         self.costs.returned(step.step_id, now)
         self._pacing.returned(step.tag, now)
@@ -441,31 +457,51 @@ class Scheduler:
                 if row in prompt_logprobs:
                     item.prompt_logprobs = untold_part(request, prompt_logprobs[row])
                 if samples:
-                    self._apply_token(item, row, tokens, logprobs.get(row))
+                    if row not in tokens:
+                        raise RequestError("the workers sent no token where one was due", code="internal")
+                    item.logprobs = logprobs.get(row)
+                    self._apply_token(item, tokens[row])
+                    if row in step.drafts:
+                        self._apply_drafts(item, row, len(step.drafts[row]), further.get(row, []))
             except Exception as error:  # noqa: BLE001 one request's output must not stop the loop
                 item = self._fail(request, error)
             if item.new_token_ids or item.prompt_logprobs is not None or request.status is finished:
                 progress.append(item)
         return progress
 
-    def _apply_token(
-        self, item: RequestProgress, row: int, tokens: dict[int, int], logprobs: TokenLogprobs | None
-    ) -> None:
+    def _apply_token(self, item: RequestProgress, token_id: int) -> None:
         request = item.request
-        if row not in tokens:
-            raise RequestError("the workers sent no token where one was due", code="internal")
-        request.output_token_ids.append(tokens[row])
-        item.new_token_ids.append(tokens[row])
-        item.logprobs = logprobs
+        request.output_token_ids.append(token_id)
+        item.new_token_ids.append(token_id)
         self._num_generated_tokens += 1
         ending = ending_of(request, self.config.eos_token_ids, self.config.max_model_len)
         if request.grammar is not None and (ending is None or ending[0] == "length"):
-            request.grammar.accept(tokens[row])
+            request.grammar.accept(token_id)
             if request.grammar.is_complete:
                 ending = ("stop", None)
         if ending is not None:
             self._end(request, ending[0])
             request.stop_reason = ending[1]
+        elif self._drafter.is_on:
+            self._drafter.follow(request, token_id)
+
+    def _apply_drafts(self, item: RequestProgress, row: int, num_drafts: int, further: list[int]) -> None:
+        """``further``: what was sampled behind the drafts that stood, one token behind each."""
+        request = item.request
+        self._drafter.num_drafted += num_drafts
+        self._drafter.num_accepted += len(further)
+        if request.row == row:
+            request.num_rejected_drafts = num_drafts - len(further)
+        for token_id in further:
+            if request.is_finished:
+                return
+            if request.row == row:
+                # The token before was a draft that stood, so it is computed as well.
+                request.num_scheduled_tokens += 1
+                request.num_computed_tokens += 1
+                if request.num_computed_tokens >= request.next_block_edge:
+                    self._kv.advance(request)
+            self._apply_token(item, token_id)
 
     def _fail(self, request: Request, error: Exception) -> RequestProgress:
         if isinstance(error, RequestError):
@@ -530,9 +566,3 @@ class Scheduler:
         places = [key in self._prefilling, key in self._decodes, is_complete and key not in self._prefilling]
         assert places.count(True) == 1, f"a running request is in {places} of prefilling, decodes, complete"
         assert key in self._prefilling or request.num_scheduled_tokens == known - 1
-
-
-def _tokens_by_row(output: ModelRunnerOutput) -> dict[int, int]:
-    if not len(output.rows) == len(output.counts) == len(output.token_ids) or output.counts.count(1) != len(output.rows):
-        raise ProtocolError("ModelRunnerOutput.counts", "must be one token for each row")
-    return dict(zip(output.rows, output.token_ids, strict=True))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.config import CoreConfig
+from engine.config import MAX_LOOKUP_TOKENS, CoreConfig
 from engine.kv_sizing import KVPlan
 from engine.kv_spec import FullAttention, KVSpec, most_blocks, spec_of
 from engine.pacing import PREFILL_SHARE
@@ -37,11 +37,18 @@ class SchedulerConfig:
     """Fixed number of groups of decodes; None lets the cost model choose."""
     prefill_share: float = PREFILL_SHARE
     """Of the time, for prompts while decodes run."""
+    speculative_lookup_tokens: int = 0
+    """Most drafts for one request in a step; 0 for none."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.speculative_lookup_tokens <= MAX_LOOKUP_TOKENS:
+            raise ConfigError(
+                "speculative_lookup_tokens",
+                f"must be between 0 and {MAX_LOOKUP_TOKENS}, got {self.speculative_lookup_tokens}",
+            )
         if self.max_model_len < 2:
             raise ConfigError("max_model_len", f"must be at least 2 (a prompt and one answer token), got {self.max_model_len}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -83,6 +90,7 @@ def scheduler_config_of(config: CoreConfig, plan: KVPlan) -> SchedulerConfig:
         is_greedy=config.single_batch,
         max_steps_in_flight=1 if config.single_batch else None,
         prefill_share=config.prefill_share,
+        speculative_lookup_tokens=config.speculative_lookup_tokens,
     )
 
 
@@ -107,3 +115,7 @@ class SchedulerStats:
     """Tokens for which a computed beginning was looked for, when their request ran for the first time."""
     prefix_hit_tokens: int
     """Those of them that were found."""
+    num_draft_tokens: int
+    """Guesses that were computed."""
+    num_accepted_draft_tokens: int
+    """Those of them that were right."""

@@ -278,13 +278,35 @@ class CachedRequestData:
     new_block_ids: tuple[Ints, ...] = ()
 
 
+@part
+class DraftTokens:
+    """Guesses of the tokens behind the newest one of some rows, to be computed with it and verified.
+
+    The next ``counts[i]`` of ``token_ids`` are drafts of row number ``indices[i]`` of the step, and part of its
+    ``num_scheduled_tokens``. It samples behind its newest token and behind each draft; what it sampled counts up to the
+    first token that is not the draft of its place, that token included.
+    """
+
+    indices: Ints
+    counts: Ints
+    token_ids: Ints
+
+
+@part
+class RejectedDrafts:
+    """``counts[i]`` of the last drafts of row number ``indices[i]`` did not stand: so many less are computed and known."""
+
+    indices: Ints
+    counts: Ints
+
+
 @message(tag=10)
 class SchedulerOutput:
     """core -> worker: one step, the same bytes to every rank.
 
-    Order of effects: rows are freed, new requests take rows, tables grow, the batch is computed. For each row of the
-    batch its next ``num_scheduled_tokens`` tokens are computed; when that reaches the last token known (or promised by
-    an earlier step), the row samples one token.
+    Order of effects: rows are freed, new requests take rows, tables grow, rejected drafts are taken back, drafts join the
+    known tokens, the batch is computed. For each row of the batch its next ``num_scheduled_tokens`` tokens are computed;
+    when that reaches the last token known (or promised by an earlier step), the row samples one token.
     """
 
     core_id: U64
@@ -300,6 +322,10 @@ class SchedulerOutput:
     """Newest step whose sampled tokens are inputs of this one, or which named a row that gets a new owner here; 0 for none."""
     has_grammar: bool = False
     """A promise to the last stage: a GrammarOutput for this step follows."""
+    drafts: DraftTokens | None = None
+    """Of rows with neither a grammar nor other rules that look at their own tokens."""
+    rejected: RejectedDrafts | None = None
+    """What was decided since these rows' last steps, which had drafts."""
 
 
 @message(tag=15)
@@ -329,6 +355,7 @@ class SampledTokens:
     token_ids: Ints
     """``counts[i]`` tokens for ``rows[i]``, flat."""
     counts: Ints
+    """One, and one more for each draft of the row that stood."""
 
 
 @part
@@ -359,7 +386,9 @@ class ModelRunnerOutput:
     rows: Ints
     """Rows that sampled, in batch order."""
     token_ids: Ints
+    """``counts[i]`` tokens for ``rows[i]``, flat."""
     counts: Ints
+    """As in SampledTokens."""
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
     nan_rows: Ints = field(default_factory=list)

@@ -15,6 +15,7 @@ MAX_COUNT = (1 << 31) - 1
 MAX_SECONDS = 1e7
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_NUM_SEQS = 256
+MAX_LOOKUP_TOKENS = 16
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -160,6 +161,9 @@ SERVE_OPTIONS = (
     _option(_MEMORY, "--prefill-share", type=click.FloatRange(0, 1, min_open=True), default=0.62,
             help="Share s of the time for a prompt while answers stream: streams get 1/(1-s) times slower, the prompt "
             "1/s times; 1 does not throttle prompts."),
+    _option(_MEMORY, "--speculative-lookup-tokens", type=click.IntRange(0, MAX_LOOKUP_TOKENS), default=0, metavar="K",
+            help="Compute up to K guessed tokens with a request's newest one while its answer repeats what stands in its "
+            "prompt or in itself; the tokens stay the same. 0 for none. See docs/speculation.md."),
     _option(_MEMORY, "--num-cohorts", type=click.IntRange(1), default=None, hidden=True,
             help="Fixed number of groups of decodes; for comparison."),
     _option(_MEMORY, "--single-batch", is_flag=True, hidden=True,

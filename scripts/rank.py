@@ -185,6 +185,7 @@ def _ensure_core(
         prefill_share=options["prefill_share"],
         num_cohorts=options["num_cohorts"],
         single_batch=options["single_batch"],
+        speculative_lookup_tokens=options["speculative_lookup_tokens"],
         seed=options["seed"],
         logits_processors=options["logits_processor"],
         drain_timeout_s=options["drain_timeout"],

@@ -21,6 +21,8 @@ from ipc.messages import (
 from ipc.params import SamplingParams
 
 VOCAB_SIZE = 500
+REPEATING = 1000
+"""Requests with this seed or a higher one say the same few tokens again and again, so that drafts are earned."""
 
 
 class RuleBroken(AssertionError):
@@ -55,7 +57,10 @@ def chain_of(token_ids: Sequence[int]) -> int:
 
 def pseudo_token(value: int, seed: int | None, vocab_size: int = VOCAB_SIZE) -> int:
     """The token that follows a sequence whose last slot holds ``value``."""
-    return hash((value, -2 if seed is None else seed, 7)) % vocab_size
+    mixed = hash((value, -2 if seed is None else seed, 7))
+    if seed is not None and seed >= REPEATING and (rare := mixed // vocab_size % 16):
+        return 5 if rare > 2 else 6
+    return mixed % vocab_size
 
 
 def pseudo_logprobs(value: int, token_id: int, num_top: int) -> tuple[list[int], list[float], int]:
@@ -162,12 +167,18 @@ class FakeRow:
     """Block ids per KV group."""
     values: list[int] = field(default_factory=list)
     """What each position's slot must hold."""
+    drafts: list[int] = field(default_factory=list)
+    """Those of its newest step."""
 
     def value_at(self, position: int) -> int:
         while len(self.values) <= position:
             previous = self.values[-1] if self.values else 0
             self.values.append(chain(previous, self.token_ids[len(self.values)]))
         return self.values[position]
+
+    def forget_behind(self, num_tokens: int) -> None:
+        """What stands behind so many tokens was a guess."""
+        del self.token_ids[num_tokens:], self.values[num_tokens:]
 
 
 class FakeWorker:
@@ -217,8 +228,10 @@ class FakeWorker:
         """The first one waits for its masks."""
         self.masks: dict[int, GrammarOutput] = {}
         """By step, of those that are not executed yet."""
-        self._sampled: deque[tuple[int, list[tuple[int, FakeRow, int]]]] = deque()
-        """SampledTokens on their way to stage 0: step, then row, owner at that time (to detect, not to decide) and token."""
+        self._sampled: deque[tuple[int, list[tuple[int, FakeRow, list[int]]]]] = deque()
+        """SampledTokens on their way to stage 0: step, then row, owner at that time (to detect, not to decide) and tokens."""
+        self.num_drafts = 0
+        self.num_accepted = 0
         self._samples_in_flight: dict[int, list[FakeRow]] = {}
 
     @classmethod
@@ -270,6 +283,7 @@ class FakeWorker:
             self._take_row(new)
         self._grow_tables(plan.rows, plan.cached_requests)
         self._check_batch(plan)
+        self._take_drafts(plan)
         batch = [(row, self._owner(row), count) for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True)]
         self._check_tables()
         for row, owner, count in batch:
@@ -289,11 +303,11 @@ class FakeWorker:
         _require(plan.needs_tokens_of_step < plan.step_id, "a step needs tokens of its own or of a later step")
         while self._sampled and self._sampled[0][0] <= plan.needs_tokens_of_step:
             _, tokens = self._sampled.popleft()
-            for row, sampled_for, token_id in tokens:
+            for row, sampled_for, token_ids in tokens:
                 owner = self.rows[row]
                 if owner is not None:
                     _require(owner is sampled_for, f"a token of {sampled_for.request_id} reaches {owner.request_id} in row {row}")
-                    owner.token_ids.append(token_id)
+                    owner.token_ids.extend(token_ids)
 
     def _take_row(self, new: NewRequestData) -> None:
         row = new.row
@@ -325,12 +339,37 @@ class FakeWorker:
                 self._owner(rows[index]).tables[group].extend(gained.popleft() for _ in range(count))
             _require(not gained, "more new blocks than counts name")
 
+    def _take_drafts(self, plan: SchedulerOutput) -> None:
+        if (rejected := plan.rejected) is not None:
+            for index, count in zip(rejected.indices, rejected.counts, strict=True):
+                owner = self._owner(plan.rows[index])
+                _require(0 < count <= len(owner.drafts), f"{count} of {len(owner.drafts)} drafts are taken back")
+                owner.num_known -= count
+                owner.num_computed -= count
+        for row in plan.rows:
+            self._owner(row).drafts = []
+        if (drafts := plan.drafts) is None:
+            return
+        token_ids = deque(drafts.token_ids)
+        for index, count in zip(drafts.indices, drafts.counts, strict=True):
+            owner = self._owner(plan.rows[index])
+            _require(plan.num_scheduled_tokens[index] == 1 + count, "drafts are counted with their token")
+            _require(owner.num_known == len(owner.token_ids) == owner.num_computed + 1, "drafts stand behind an unknown token")
+            owner.drafts = [token_ids.popleft() for _ in range(count)]
+            owner.token_ids.extend(owner.drafts)
+            owner.num_known += count
+        _require(not token_ids, "more drafts than counts name")
+
     def _check_batch(self, plan: SchedulerOutput) -> None:
         counts = plan.num_scheduled_tokens
         _require(len(set(plan.rows)) == len(plan.rows) == len(counts) > 0, "rows of the batch are doubled or absent")
         _require(min(counts) >= 1 and sum(counts) <= self.max_num_batched_tokens, f"token counts {counts} break the budget")
         _require(counts == [c for c in counts if c == 1] + [c for c in counts if c > 1], "rows with one token must come first")
         _require({new.row for new in plan.new_requests} <= set(plan.rows), "a new request is not in the batch")
+        drafted = set(_rows_with_drafts(plan))
+        for step, _ in self.pending:
+            doubled = set(_rows_with_drafts(step)) & set(plan.rows) | drafted & set(step.rows)
+            _require(not doubled, f"rows {doubled} have drafts in one of two steps in flight")
         if not self.allow_placeholders:
             for owners in self._samples_in_flight.values():
                 for row in plan.rows:
@@ -379,7 +418,7 @@ class FakeWorker:
                 )
 
     def _compute(self, plan: SchedulerOutput, batch: list[tuple[int, FakeRow, int]]) -> ModelRunnerOutput:
-        sampled: list[tuple[int, FakeRow, int]] = []
+        sampled: list[tuple[int, FakeRow, list[int]]] = []
         allowed = _allowed_ids(self.masks.pop(plan.step_id, None))
         logprobs, prompt_logprobs = ColumnBuilder(), ColumnBuilder()
         for row, owner, count in batch:
@@ -391,7 +430,8 @@ class FakeWorker:
             if end == owner.num_known:
                 value, seed = owner.value_at(end - 1), owner.params.seed
                 token_id = pseudo_choice(value, seed, allowed.pop(row)) if row in allowed else pseudo_token(value, seed)
-                sampled.append((row, owner, token_id))
+                token_ids = self._verified(owner, end) if owner.drafts else [token_id]
+                sampled.append((row, owner, token_ids))
                 owner.num_known += 1
                 most = owner.params.max_tokens
                 _require(owner.num_known <= self.max_model_len, f"row {row} samples past max_model_len")
@@ -406,12 +446,25 @@ class FakeWorker:
             epoch=plan.epoch,
             step_id=plan.step_id,
             rows=[row for row, _, _ in sampled],
-            token_ids=[token_id for _, _, token_id in sampled],
-            counts=[1] * len(sampled),
+            token_ids=[token_id for _, _, token_ids in sampled for token_id in token_ids],
+            counts=[len(token_ids) for _, _, token_ids in sampled],
             logprobs=logprobs.build(),
             prompt_logprobs=prompt_logprobs.build(),
             nan_rows=[row for row, owner, _ in batch if owner.request_id in self.nan_requests],
         )
+
+    def _verified(self, owner: FakeRow, end: int) -> list[int]:
+        """The drafts that are what would have been sampled, and the token behind them; they are unknown again."""
+        num_sure = end - len(owner.drafts)
+        token_ids: list[int] = []
+        for index in range(len(owner.drafts) + 1):
+            token_ids.append(pseudo_token(owner.value_at(num_sure - 1 + index), owner.params.seed))
+            if token_ids[index : index + 1] != owner.drafts[index : index + 1]:
+                break
+        owner.forget_behind(num_sure)
+        self.num_drafts += len(owner.drafts)
+        self.num_accepted += len(token_ids) - 1
+        return token_ids
 
     def _owner(self, row: int) -> FakeRow:
         owner = self.rows[row]
@@ -427,6 +480,10 @@ class FakeWorker:
         block_id = owner.tables[group][position // self.block_size]
         _require(block_id != ABSENT, f"{owner.request_id} touches position {position}, which group {group} has given back")
         return block_id * self.block_size + position % self.block_size
+
+
+def _rows_with_drafts(plan: SchedulerOutput) -> list[int]:
+    return [] if plan.drafts is None else [plan.rows[index] for index in plan.drafts.indices]
 
 
 def _allowed_ids(masks: GrammarOutput | None) -> dict[int, list[int]]:

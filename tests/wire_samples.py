@@ -74,6 +74,7 @@ SAMPLES: list[Any] = [
         ),
         cached_requests=m.CachedRequestData(indices=[0, 1], num_new_blocks=([1, 2],), new_block_ids=([300, 70000, 5],)),
         rows=[1, 2, 6], num_scheduled_tokens=[1, 1, 2], needs_tokens_of_step=9, has_grammar=True,
+        drafts=m.DraftTokens(indices=[2], counts=[1], token_ids=[70000]), rejected=m.RejectedDrafts(indices=[1], counts=[3]),
     ),
     m.GrammarOutput(core_id=1, epoch=2, step_id=10, rows=[2, 6], masks=ids(-1, 3, 1 << 30, 0)),
     m.SampledTokens(epoch=2, step_id=10, rows=[1, 2, 6], token_ids=[7, 7, 7], counts=[1, 1, 1]),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ipc.errors import ProtocolError
-from ipc.messages import SchedulerOutput
+from ipc.messages import DraftTokens, SchedulerOutput
 from worker.attention import CommonAttentionMetadata
 from worker.block_table import BlockTable, offsets_within
 from worker.graphs.stage_graphs import PaddedStep
@@ -18,18 +18,19 @@ from worker.request_states import RequestStates, Span
 from worker.sampler import SamplingBatch
 from worker.sampling_states import NO_LOGPROBS, SamplingStates
 from worker.transfer import to_device
+from worker.verification import NO_DRAFT, DraftPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """The rows of a step that get a token, in batch order."""
+    """The rows of a step that get a token, in batch order; a row with drafts once for each place that it samples at."""
 
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """Index in its sequence of the token that each row samples."""
+    """Index in its sequence of the token that each place samples."""
 
     hidden_index: Tensor
-    """[S'] int64: where each row's last token is among the step's tokens."""
+    """[S'] int64: where each place's last token is among the step's tokens."""
 
     params: SamplingBatch
     rules: LogitRules | None
@@ -40,6 +41,9 @@ class SamplingRows:
 
     wants_processed: NDArray[np.bool_]
     """Logprobs are of the distribution that the token is drawn from."""
+
+    drafts: DraftPlaces | None = None
+    """None when no row has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,22 +160,43 @@ def attention_inputs(table: BlockTable, step: StepTokens) -> CommonAttentionMeta
 
 
 def sampling_rows(
-    states: RequestStates, sampling: SamplingStates, step: StepTokens, device: torch.device
+    states: RequestStates, sampling: SamplingStates, step: StepTokens, device: torch.device, drafts: DraftTokens | None
 ) -> SamplingRows | None:
     """Parameters of the rows that computed their last known token; None when there is no such row."""
     chosen = np.flatnonzero(step.span.samples)
     if not len(chosen):
         return None
     rows, positions = step.rows[chosen], step.span.ends[chosen].astype(np.int64)
+    hidden_index, places = step.query_starts[chosen + 1] - 1, None
+    num_drafts = step.span.num_drafts
+    if drafts is not None and num_drafts is not None:
+        counts = 1 + num_drafts[chosen]
+        places = _draft_places(counts, num_drafts[chosen], drafts)
+        back = np.repeat(counts, counts) - 1 - offsets_within(counts)
+        rows = np.repeat(rows, counts)
+        positions = np.repeat(positions, counts) - back
+        hidden_index = np.repeat(hidden_index, counts) - back
     return SamplingRows(
         rows=rows,
         positions=positions,
-        hidden_index=to_device(torch.from_numpy(step.query_starts[chosen + 1] - 1), device),
+        hidden_index=to_device(torch.from_numpy(hidden_index), device),
         params=sampling.batch(rows, positions),
         rules=sampling.rules(rows, positions, states.token_ids),
         num_logprobs=sampling.num_logprobs[rows],
         wants_processed=sampling.wants_processed[rows],
+        drafts=places,
     )
+
+
+def _draft_places(counts: NDArray[np.int64], num_drafts: NDArray[np.int64], drafts: DraftTokens) -> DraftPlaces:
+    """``counts``: places of each row that samples, its newest token's and those of its drafts."""
+    ends = np.cumsum(counts)
+    expected = np.full(int(ends[-1]), NO_DRAFT, np.int32)
+    order = np.argsort(drafts.indices, kind="stable")
+    token_ids = np.split(np.asarray(drafts.token_ids, np.int32), np.cumsum(drafts.counts)[:-1])
+    is_draft = offsets_within(counts) < np.repeat(num_drafts, counts)
+    expected[is_draft] = np.concatenate([token_ids[i] for i in order])
+    return DraftPlaces(starts=ends - counts, expected=expected)
 
 
 def prompt_slices(states: RequestStates, sampling: SamplingStates, step: StepTokens) -> tuple[PromptSlice, ...]:

@@ -33,7 +33,7 @@ from worker.kv_groups import StageCaches
 from worker.logits_processors import LogitsProcessor
 from worker.model_config import ModelConfig
 from worker.models import StageModel
-from worker.request_states import RequestStates
+from worker.request_states import RequestStates, Span
 from worker.sampler import nan_rows, sample
 from worker.sampling_states import SamplingStates
 from worker.transfer import HostCopy, to_device
@@ -154,16 +154,18 @@ class ModelRunner:
         num_scheduled = np.asarray(plan.num_scheduled_tokens, np.int64)
         if rows.shape != num_scheduled.shape:
             raise ProtocolError("SchedulerOutput.rows", f"{len(rows)} rows with {len(num_scheduled)} counts")
-        step = StepTokens.of(rows, num_scheduled, self._states.advance(rows, num_scheduled))
+        step = StepTokens.of(rows, num_scheduled, self._advance(plan, rows, num_scheduled))
         if self._is_first:
-            chosen = step.span.samples
-            self._states.await_tokens(plan.step_id, rows[chosen], step.span.ends[chosen].astype(np.int64))
+            span = step.span
+            self._states.await_tokens(plan.step_id, rows[span.samples], span.first_sampled(), span.num_drafts_sampled())
         return InputBatch(
             plan=plan,
             tokens=step,
             num_tokens=len(step.positions),
             forward=self._forward_inputs(step),
-            sampling=sampling_rows(self._states, sampling, step, self._device) if sampling is not None else None,
+            sampling=None if sampling is None else sampling_rows(
+                self._states, sampling, step, self._device, plan.drafts
+            ),
             prompt_slices=prompt_slices(self._states, sampling, step) if sampling is not None else (),
         )
 
@@ -188,6 +190,15 @@ class ModelRunner:
                 self._tables, cached.num_new_blocks, cached.new_block_ids, strict=True
             ):
                 table.append(rows, np.asarray(num_new, np.int64), np.asarray(block_ids, np.int32))
+
+    def _advance(self, plan: SchedulerOutput, rows: NDArray[np.int64], num_scheduled: NDArray[np.int64]) -> Span:
+        if plan.rejected is not None:
+            self._states.take_back(rows, plan.rejected)
+        num_drafts = None
+        if plan.drafts is not None:
+            self._check_ids("SchedulerOutput.drafts", plan.step_id, plan.drafts.token_ids)
+            num_drafts = self._states.add_drafts(rows, num_scheduled, plan.drafts)
+        return self._states.advance(rows, num_scheduled, num_drafts)
 
     def _check_groups(self, field: str, of_groups: tuple[list[int], ...]) -> None:
         if len(of_groups) != self.num_groups:
@@ -250,7 +261,7 @@ class ModelRunner:
     def sample_tokens(
         self, batch: InputBatch, result: StepResult, grammar: GrammarOutput | None = None
     ) -> ModelRunnerOutput:
-        """Last stage: one token for each row that samples, with what else those rows asked for.
+        """Last stage: one token for each row that samples, more where drafts stand, with what else those rows asked for.
 
         ``grammar``: the masks of a plan with ``has_grammar``. Raises ProtocolError when they don't fit the plan.
         """
@@ -258,9 +269,10 @@ class ModelRunner:
         columns, broken = prompt_logprobs(result.hidden, batch.prompt_slices, self._model.logits, self._vocab_size)
         rows: list[int] = []
         token_ids: list[int] = []
+        counts: list[int] = []
         logprobs = None
         if sampling is not None and logits is not None:
-            rows = sampling.rows.tolist()
+            of_rows, positions = sampling.rows, sampling.positions
             # A broken row gets some token all the same, so that steps in flight behind this one have their input.
             raw = raw_logits(logits, sampling)
             broken_copy = HostCopy(_changed(logits, sampling, grammar))
@@ -269,17 +281,24 @@ class ModelRunner:
             if sampling.rules is not None:
                 sampling.rules.count(sampled)
             logprobs = sampled_logprobs(raw, logits, sampled, sampling)
-            token_ids = token_copy.numpy().tolist()
+            chosen, is_broken = token_copy.numpy(), broken_copy.numpy()
+            if sampling.drafts is None:
+                rows, counts = of_rows.tolist(), [1] * len(of_rows)
+            else:
+                num_tokens, stands = sampling.drafts.verify(chosen)
+                rows, counts = of_rows[sampling.drafts.starts].tolist(), num_tokens.tolist()
+                of_rows, positions, chosen, is_broken = of_rows[stands], positions[stands], chosen[stands], is_broken[stands]
+            token_ids = chosen.tolist()
             if not self._is_first:
-                self._states.record(sampling.rows, sampling.positions, token_ids)
-            broken += [row for row in sampling.rows[broken_copy.numpy()].tolist() if row not in broken]
+                self._states.record(of_rows, positions, token_ids)
+            broken += [row for row in dict.fromkeys(of_rows[is_broken].tolist()) if row not in broken]
         return ModelRunnerOutput(
             core_id=plan.core_id,
             epoch=plan.epoch,
             step_id=plan.step_id,
             rows=rows,
             token_ids=token_ids,
-            counts=[1] * len(rows),
+            counts=counts,
             logprobs=logprobs,
             prompt_logprobs=columns,
             nan_rows=broken,
@@ -301,14 +320,20 @@ class ModelRunner:
             rows = batch.tokens.rows[batch.tokens.span.samples].tolist()
             self.accept_tokens(plan.step_id, rows, [0] * len(rows))
 
-    def accept_tokens(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+    def accept_tokens(
+        self, step_id: int, rows: list[int], token_ids: list[int], counts: list[int] | None = None
+    ) -> None:
         """First stage: these are the tokens that a step sampled. Every step's are accepted once, also empty ones.
 
-        Raises ProtocolError for other rows than the step sampled and for ids outside the vocabulary.
+        ``counts``: tokens of each row; None for one each. Raises ProtocolError for other rows or other numbers of tokens
+        than the step sampled, and for ids outside the vocabulary.
         """
+        self._check_ids("SampledTokens.token_ids", step_id, token_ids)
+        self._states.accept_tokens(step_id, rows, token_ids, counts)
+
+    def _check_ids(self, field: str, step_id: int, token_ids: list[int]) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise ProtocolError("SampledTokens.token_ids", f"step {step_id}: an id is outside 0 to {self._vocab_size - 1}")
-        self._states.accept_tokens(step_id, rows, token_ids)
+            raise ProtocolError(field, f"step {step_id}: an id is outside 0 to {self._vocab_size - 1}")
 
 
 def _changed(logits: Tensor, sampling: SamplingRows, grammar: GrammarOutput | None) -> Tensor:

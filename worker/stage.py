@@ -168,16 +168,16 @@ class Stage:
 
     def _return_tokens(self, output: ModelRunnerOutput) -> None:
         if self._topology.is_first:
-            self._accept(output.step_id, output.rows, output.token_ids)
+            self._accept(output.step_id, output.rows, output.token_ids, output.counts)
         else:
             assert self._token_outbox is not None
             self._token_outbox.send(
                 output.step_id, output.rows, output.token_ids, output.counts, timeout_s=self._timeout_s
             )
 
-    def _accept(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+    def _accept(self, step_id: int, rows: list[int], token_ids: list[int], counts: list[int]) -> None:
         with self._clock.during(Kind.ACCEPT, step_id):
-            self._runner.accept_tokens(step_id, rows, token_ids)
+            self._runner.accept_tokens(step_id, rows, token_ids, counts)
 
     def _num_tokens(self, plan: SchedulerOutput) -> int:
         num_tokens = sum(plan.num_scheduled_tokens)

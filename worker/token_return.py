@@ -14,8 +14,8 @@ from ipc.messages import SampledTokens
 
 logger = logging.getLogger(__name__)
 
-Accept = Callable[[int, list[int], list[int]], None]
-"""Step, rows, token ids."""
+Accept = Callable[[int, list[int], list[int], list[int]], None]
+"""Step, rows, token ids, and how many of these each row has."""
 
 
 class TokenInbox:
@@ -83,7 +83,7 @@ class TokenInbox:
         if sampled.step_id > self._next_step:
             raise PeerLost(f"rank 0: tokens of step {self._next_step} from rank {peer} were lost, {sampled.step_id} came")
         self._next_step += 1
-        accept(sampled.step_id, sampled.rows, sampled.token_ids)
+        accept(sampled.step_id, sampled.rows, sampled.token_ids, sampled.counts)
 
     def _drop(self, what: str) -> None:
         self.num_dropped += 1

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from engine.kv_spec import FullAttention, KVSpec, SlidingWindow, most_blocks
 from engine.request import Request, RequestStatus
 from tests.engine.scheduler_harness import EOS, Harness
-from tests.fakes import FakeGrammar
+from tests.fakes import REPEATING, FakeGrammar
 
 QUICK_HISTORIES = 250
 MANY_HISTORIES = 2_000
@@ -34,15 +34,16 @@ CONFIGS = st.fixed_dictionaries({
     "kv_groups": GROUPS,
     "prefix_caching": st.sampled_from([True, True, True, False]),
     "has_constant_hash": st.booleans(),
+    "speculative_lookup_tokens": st.sampled_from([0, 1, 3, 16]),
 })
 PARAMS = st.fixed_dictionaries({
     "max_tokens": st.sampled_from([1, 2, 9, 25, None]),
-    "stop_token_ids": st.sampled_from([(), tuple(range(1, 500, 17))[:20]]),
+    "stop_token_ids": st.sampled_from([(), (), (6,), tuple(range(1, 500, 17))[:20]]),
     "ignore_eos": st.booleans(),
     "logprobs": st.sampled_from([None, None, 0, 2]),
     "prompt_logprobs": st.sampled_from([None, None, None, 0, 1]),
     "prefix_caching": st.sampled_from([True, True, True, False]),
-    "seed": st.integers(0, 1),
+    "seed": st.sampled_from([0, 1, REPEATING, REPEATING + 1, REPEATING + 2]),
 })  # fmt: skip
 
 

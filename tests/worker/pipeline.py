@@ -141,11 +141,11 @@ class MemoryTokens:
     """Both ends of the token return."""
 
     def __init__(self) -> None:
-        self.sent: deque[tuple[int, list[int], list[int]]] = deque()
+        self.sent: deque[tuple[int, list[int], list[int], list[int]]] = deque()
 
     def send(self, step_id: int, rows: list[int], token_ids: list[int], counts: list[int], *, timeout_s: float) -> None:
-        assert counts == [1] * len(rows)
-        self.sent.append((step_id, rows, token_ids))
+        assert len(counts) == len(rows) and sum(counts) == len(token_ids)
+        self.sent.append((step_id, rows, token_ids, counts))
 
     def take_until(self, step_id: int, accept, *, timeout_s: float, peer: int) -> None:
         while self.sent and self.sent[0][0] <= step_id:

@@ -1,8 +1,9 @@
 """The core's own scheduler drives stages in this process: chunks, growth, preemption and reuse as in the whole engine."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,15 +30,16 @@ class Engine:
 
     def __init__(
         self, path: Path, num_stages: int = 1, *, num_blocks: int = 96, max_num_seqs: int = 4, budget: int = 32,
-        max_model_len: int = 256, **changes: object,
+        max_model_len: int = 256, rules: Mapping[str, Any] | None = None, **changes: object,
     ) -> None:  # fmt: skip
+        """``rules``: more of the scheduler's configuration."""
         config = read_model_config(str(path))
         groups = kv_groups(config, range(config.num_layers))
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_stages=num_stages, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
                 max_model_len=max_model_len, block_size=16, num_blocks=num_blocks, eos_token_ids=frozenset(),
-                kv_groups=tuple(map(spec_of, groups)),
+                kv_groups=tuple(map(spec_of, groups)), **(rules or {}),
             ),
             core_id=7, epoch=3,
         )  # fmt: skip

@@ -13,7 +13,8 @@ EPOCH = 5
 
 
 class Accepted(list):
-    def __call__(self, step_id: int, rows: list[int], token_ids: list[int]) -> None:
+    def __call__(self, step_id: int, rows: list[int], token_ids: list[int], counts: list[int]) -> None:
+        assert counts == [1] * len(rows)
         self.append((step_id, rows, token_ids))
 
 
