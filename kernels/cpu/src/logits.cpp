@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr int WORD = 32;  // tokens that have their bits in one word
+
 // One bit a token, the lowest bit of a word first; W divides 32.
 INLINE IntVec bits_at(const int32_t* words, int64_t token) {
     UintVec lanes;
@@ -14,23 +16,52 @@ INLINE IntVec bits_at(const int32_t* words, int64_t token) {
     return bit_cast<IntVec>(((word >> lanes) & 1) != 0);
 }
 
-void penalise(float* logits, const int32_t* in_prompt, const int32_t* counts, int64_t width, float repetition, float presence,
-              float frequency) {
-    for (int64_t i = 0; i < width; i += W) {
+// What a row's penalties are.
+struct Penalty {
+    float repetition, presence, frequency;
+
+    INLINE Vec of(Vec values, IntVec said, IntVec is_in_prompt) const {
+        const IntVec is_said = said > 0;
+        const Vec lowered = select(values > 0.0f, values / repetition, values * repetition);
+        values = select(is_said | is_in_prompt, lowered, values) - frequency * __builtin_convertvector(said, Vec);
+        return values - select(is_said, splat(presence), Vec{});
+    }
+};
+
+INLINE IntVec load_ints(const int32_t* from) {
+    IntVec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+// Words of 32 tokens of which none was said, which are most of them, are passed over.
+void penalise(float* logits, const int32_t* in_prompt, const int32_t* counts, int64_t width, const Penalty& penalty) {
+    int64_t i = 0;
+    for (; i + WORD <= width; i += WORD) {
+        IntVec said = {};
+        for (int k = 0; k < WORD; k += W) said |= load_ints(counts + i + k);
+        if (in_prompt[i / WORD] == 0 && !any(said)) continue;
+        for (int k = 0; k < WORD; k += W) {
+            store(logits + i + k, penalty.of(load(logits + i + k), load_ints(counts + i + k), bits_at(in_prompt, i + k)));
+        }
+    }
+    for (; i < width; i += W) {
         const int64_t some = width - i < W ? width - i : W;
         IntVec said = {};
         memcpy(&said, counts + i, some * sizeof(int32_t));
-        const IntVec is_said = said > 0, is_known = is_said | bits_at(in_prompt, i);
-        if (!any(is_known)) continue;
-        Vec values = load_some(logits + i, some);
-        const Vec lowered = select(values > 0.0f, values / repetition, values * repetition);
-        values = select(is_known, lowered, values) - frequency * __builtin_convertvector(said, Vec);
-        store_some(logits + i, values - select(is_said, splat(presence), Vec{}), some);
+        store_some(logits + i, penalty.of(load_some(logits + i, some), said, bits_at(in_prompt, i)), some);
     }
 }
 
 void forbid(float* logits, const int32_t* allowed, int64_t width) {
-    for (int64_t i = 0; i < width; i += W) {
+    int64_t i = 0;
+    for (; i + WORD <= width; i += WORD) {
+        if (allowed[i / WORD] == -1) continue;
+        for (int k = 0; k < WORD; k += W) {
+            store(logits + i + k, select(bits_at(allowed, i + k), load(logits + i + k), splat(-INFINITY)));
+        }
+    }
+    for (; i < width; i += W) {
         const int64_t some = width - i < W ? width - i : W;
         store_some(logits + i, select(bits_at(allowed, i), load_some(logits + i, some), splat(-INFINITY)), some);
     }
@@ -43,10 +74,13 @@ EXPORT(void, penalties)
 (float* logits, const int64_t* rows, const int32_t* in_prompt, const int32_t* counts, const float* repetition,
  const float* presence, const float* frequency, int64_t num_rows, int64_t width, int num_threads) {
     const int64_t num_words = (width + 31) / 32;
-    parallel_for(num_rows, num_rows / num_threads + 1, num_threads, [&](int64_t i) {
-        if (repetition[i] == 1.0f && presence[i] == 0.0f && frequency[i] == 0.0f) return;
-        penalise(logits + i * width, in_prompt + rows[i] * num_words, counts + rows[i] * width, width, repetition[i],
-                 presence[i], frequency[i]);
+    const auto is_on = [&](int64_t i) { return repetition[i] != 1.0f || presence[i] != 0.0f || frequency[i] != 0.0f; };
+    int64_t num_on = 0;
+    for (int64_t i = 0; i < num_rows; ++i) num_on += is_on(i);
+    parallel_for(num_rows, 1, num_on > 1 ? num_threads : 1, [&](int64_t i) {
+        if (!is_on(i)) return;
+        penalise(logits + i * width, in_prompt + rows[i] * num_words, counts + rows[i] * width, width,
+                 {repetition[i], presence[i], frequency[i]});
     });
 }
 

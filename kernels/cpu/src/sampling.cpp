@@ -14,7 +14,7 @@ constexpr int64_t BYTES_WORTH_A_THREAD = 64 << 10;
 constexpr int64_t MAX_PARTS = 2048;
 constexpr int64_t FEW = 48;  // tokens that are put in order by insertion
 constexpr int64_t PIECE = 64;  // logits of which the largest is looked at first
-constexpr float MOST_NOISE = 22.25f;  // more than there ever is
+constexpr int NUM_SLICES = 1024;
 
 typedef double Wide __attribute__((vector_size(W * 4)));  // half as many as floats
 typedef int64_t WideInt __attribute__((vector_size(W * 4)));
@@ -82,8 +82,8 @@ INLINE uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// Gumbel noise as kernels/sampling.py defines it, of the same integers.
-INLINE Vec gumbel(UintVec ids, uint32_t first, uint32_t second) {
+// A uniform number for each token, as kernels/sampling.py defines it.
+INLINE Vec uniform(UintVec ids, uint32_t first, uint32_t second) {
     UintVec bits = ids ^ first;
     bits ^= bits >> 16;
     bits *= 0x7FEB352D;
@@ -94,12 +94,22 @@ INLINE Vec gumbel(UintVec ids, uint32_t first, uint32_t second) {
     bits *= 0x7FEB352D;
     bits ^= bits >> 15;
     const Vec drawn = __builtin_convertvector(bit_cast<IntVec>(bits & 0x7FFFFFFF), Vec);
-    Vec uniform = (drawn + 0.5f) * 0x1p-31f;
-    uniform = uniform > 1.0f - 0x1p-24f ? splat(1.0f - 0x1p-24f) : uniform;
+    const Vec result = (drawn + 0.5f) * 0x1p-31f;
+    return result > 1.0f - 0x1p-24f ? splat(1.0f - 0x1p-24f) : result;
+}
+
+// Gumbel noise of uniform numbers.
+INLINE Vec gumbel(Vec uniform) {
     // log(1 - u), times what rounding took from u: the winners of a draw have a small one.
     const Vec left = 1.0f - uniform, taken = 1.0f - left;
     const Vec exponential = left == 1.0f ? uniform : -logarithm(left) * (uniform / (left == 1.0f ? splat(1.0f) : taken));
     return -logarithm(exponential);
+}
+
+// At least the noise, and hardly more where it is large: it is below -log u, and a float's bits are a line below its logarithm.
+INLINE Vec most_noise(Vec uniform) {
+    const Vec line = __builtin_convertvector(bit_cast<IntVec>(uniform), Vec) * 0x1p-23f - 127.0f;
+    return line * -0.69314718f + 0.001f;
 }
 
 // -------------------------------------------------------------------------------------------------------------- ranking
@@ -202,40 +212,18 @@ INLINE IntVec is_kept(const Cut& cut, Vec logits, UintVec ids) {
 
 INLINE Wide weights_of(const float* logits, const Row& row) { return exponential((load_wide(logits) - row.peak) / row.heat); }
 
-// Of all tokens down to the cut.
-double total_weight(const Row& row, const Cut& cut) {
-    Wide sums = {};
-    for (int64_t i = 0; i < row.width; i += W) {
-        const Vec logits = logits_at(row, i);
-        const IntVec kept = is_kept(cut, logits, ids_from(i));
-        if (!any(kept)) continue;
-        float buffer[W];
-        store(buffer, select(kept, logits, splat(-INFINITY)));
-        sums += weights_of(buffer, row) + weights_of(buffer + HALF, row);
-    }
-    double total = 0;
-    for (int k = 0; k < HALF; ++k) total += sums[k];
-    return total;
-}
-
-// All tokens down to the cut, with their weights if asked for.
-void collect(Tokens& out, const Row& row, const Cut& cut, bool weighs) {
+// All tokens down to the cut, without their weights.
+void collect(Tokens& out, const Row& row, const Cut& cut) {
     out.count = 0;
     for (int64_t i = 0; i < row.width; i += W) {
         const Vec logits = logits_at(row, i);
         const IntVec kept = is_kept(cut, logits, ids_from(i));
         if (!any(kept)) continue;
         float buffer[W];
-        double weights[W];
         store(buffer, logits);
-        if (weighs) {
-            const Wide halves[2] = {weights_of(buffer, row), weights_of(buffer + HALF, row)};
-            memcpy(weights, halves, sizeof weights);
-        }
         for (int k = 0; k < W; ++k) {
             out.keys[out.count] = key_of(buffer[k]);
             out.ids[out.count] = static_cast<int32_t>(i) + k;
-            if (weighs) out.weights[out.count] = weights[k];
             out.count -= kept[k];
         }
     }
@@ -352,17 +340,83 @@ Cut cut_to_count(const Row& row, int64_t k, Tokens& scratch) {
         }
         floor.floor = find_end(scratch, {k, INFINITY}, false).floor;
     }
-    collect(scratch, row, floor, false);
+    collect(scratch, row, floor);
     return scratch.count > k ? find_end(scratch, {k, INFINITY}, false) : floor;
 }
 
-// Keep the smallest beginning whose share of the weight reaches p. Tokens below 1 - p of the average weight can be left aside:
-// even all of them together do not weigh as much as what may be missing.
+// Slices of a row by how far a logit is below the peak; all tokens of a slice rank before those of the next one.
+struct Slices {
+    float peak, scale;
+
+    // Of W logits; the last slice has all that are further away, also those that never come.
+    INLINE IntVec of(Vec logits) const {
+        const Vec place = (splat(peak) - logits) * scale;
+        return __builtin_convertvector(place < NUM_SLICES - 1 ? place : splat(NUM_SLICES - 1), IntVec);
+    }
+};
+
+// From the peak to the lowest logit, but not to where weights no longer count.
+Slices slices_of(const Row& row) {
+    Vec low = splat(INFINITY);
+    for (int64_t i = 0; i < row.width; i += W) {
+        const Vec logits = logits_at(row, i);
+        low = select((logits < low) & (logits > -INFINITY), logits, low);
+    }
+    float lowest = row.peak;
+    for (int k = 0; k < W; ++k) lowest = low[k] < lowest ? low[k] : lowest;
+    const double reach = fmin(static_cast<double>(row.peak) - lowest, 60.0 * row.heat);
+    const double scale = reach > 0 ? (NUM_SLICES - 1) / reach : 0.0;
+    return {row.peak, static_cast<float>(scale < 1e30 ? scale : 1e30)};
+}
+
+// Weights of each slice's tokens down to the cut.
+void weigh_slices(double* weights, const Slices& slices, const Row& row, const Cut& cut) {
+    for (int64_t i = 0; i < row.width; i += W) {
+        const Vec logits = logits_at(row, i);
+        const IntVec kept = is_kept(cut, logits, ids_from(i));
+        if (!any(kept)) continue;
+        float buffer[W];
+        store(buffer, select(kept, logits, splat(-INFINITY)));
+        const Wide halves[2] = {weights_of(buffer, row), weights_of(buffer + HALF, row)};
+        const IntVec places = slices.of(logits);
+        for (int k = 0; k < HALF; ++k) weights[places[k]] += halves[0][k];
+        for (int k = 0; k < HALF; ++k) weights[places[HALF + k]] += halves[1][k];
+    }
+}
+
+// All tokens of a slice down to the cut, with their weights.
+void collect_slice(Tokens& out, const Slices& slices, int32_t slice, const Row& row, const Cut& cut) {
+    out.count = 0;
+    for (int64_t i = 0; i < row.width; i += W) {
+        const Vec logits = logits_at(row, i);
+        const IntVec chosen = (slices.of(logits) == slice) & is_kept(cut, logits, ids_from(i));
+        if (!any(chosen)) continue;
+        float buffer[W];
+        double weights[W];
+        store(buffer, logits);
+        const Wide halves[2] = {weights_of(buffer, row), weights_of(buffer + HALF, row)};
+        memcpy(weights, halves, sizeof weights);
+        for (int k = 0; k < W; ++k) {
+            out.keys[out.count] = key_of(buffer[k]);
+            out.ids[out.count] = static_cast<int32_t>(i) + k;
+            out.weights[out.count] = weights[k];
+            out.count -= chosen[k];
+        }
+    }
+}
+
+// Keep the smallest beginning whose share of the weight reaches p.
 Cut cut_to_share(const Row& row, double p, const Cut& within, Tokens& scratch) {
-    const double total = total_weight(row, within);
-    const float floor = lowest_of(0.99 * (1.0 - p) * total / row.width, row);
-    collect(scratch, row, floor > within.floor ? Cut{floor, row.width} : within, true);
-    return find_end(scratch, {scratch.count, p * total}, true);
+    const Slices slices = slices_of(row);
+    double weights[NUM_SLICES] = {}, total = 0;
+    weigh_slices(weights, slices, row, within);
+    for (int slice = 0; slice < NUM_SLICES; ++slice) total += weights[slice];
+    double wanted = p * total;
+    int32_t slice = 0, last = NUM_SLICES - 1;
+    while (last > 0 && weights[last] == 0) --last;
+    for (; slice < last && weights[slice] < wanted; ++slice) wanted -= weights[slice];
+    collect_slice(scratch, slices, slice, row, within);
+    return find_end(scratch, {scratch.count, wanted}, true);
 }
 
 Cut cut_row(const Row& row, int64_t k, double p, double min_p, Tokens& scratch) {
@@ -391,8 +445,9 @@ int64_t draw_row(const Row& row, const Cut& cut, uint64_t seed, uint64_t positio
         const IntVec kept = is_kept(cut, logits, ids);
         if (!any(kept)) continue;
         const Vec scaled = select(kept, (logits - row.peak) / heat, splat(-INFINITY));
-        if (!any(scaled + MOST_NOISE > top)) continue;
-        const Vec scores = scaled + gumbel(ids, first, second);
+        const Vec drawn = uniform(ids, first, second);
+        if (!any(scaled + most_noise(drawn) > top)) continue;
+        const Vec scores = scaled + gumbel(drawn);
         const IntVec is_better = scores > best;
         if (!any(is_better)) continue;
         best = select(is_better, scores, best);
