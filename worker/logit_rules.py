@@ -71,6 +71,8 @@ class Penalties:
     frequency: Tensor
     on: Tensor
     """[N] int64: places among the S rows of those that count."""
+    slots_on: Tensor
+    """[N] int64: their slots."""
 
     def apply(self, logits: Tensor) -> None:
         apply_penalties(
@@ -79,7 +81,7 @@ class Penalties:
 
     def count(self, sampled: Tensor) -> None:
         """Their answers got these tokens, [S]."""
-        self.counts.count(self.slots[self.on], sampled[self.on])
+        self.counts.count(self.slots_on, sampled[self.on])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,23 +126,22 @@ class LogitRules:
             self.penalties.count(sampled)
 
 
+AskingRow = tuple[int, RowRules, NDArray[np.int32]]
+"""A row that has rules: its place, the rules, and all of its tokens so far, prompt and answer."""
+
+
 def gather_rules(
-    rules: Sequence[RowRules | None],
-    sequences: Sequence[NDArray[np.int32]],
+    asking: Sequence[AskingRow],
     penalties: Penalties | None,
     processors: dict[str, LogitsProcessor],
     device: torch.device,
 ) -> LogitRules | None:
-    """The rules of a step's rows; None when there are none.
-
-    ``sequences``: of each row all tokens so far, prompt and answer; read only for rows with rules.
-    """
-    asking = [(place, own) for place, own in enumerate(rules) if own is not None]
+    """The rules of a step's rows; None when there are none."""
     if not asking and penalties is None:
         return None
-    biased = [(place, own) for place, own in asking if len(own.biases)]
-    allowed = [(place, own.allowed) for place, own in asking if own.allowed is not None]
-    barred = [(place, own.barred(sequences[place][own.num_prompt :])) for place, own in asking]
+    biased = [(place, own) for place, own, _ in asking if len(own.biases)]
+    allowed = [(place, own.allowed) for place, own, _ in asking if own.allowed is not None]
+    barred = [(place, own.barred(tokens[own.num_prompt :])) for place, own, tokens in asking]
     barred = [(place, token_ids) for place, token_ids in barred if token_ids]
 
     def moved(values: NDArray[np.generic]) -> Tensor:
@@ -151,7 +152,7 @@ def gather_rules(
         return moved(np.repeat(places, times))
 
     return LogitRules(
-        processed=tuple(_calls(asking, sequences, processors, device)),
+        processed=tuple(_calls(asking, processors, device)),
         bias=(
             repeated([(place, len(own.biases)) for place, own in biased]),
             moved(np.concatenate([own.bias_ids for _, own in biased])),
@@ -165,7 +166,7 @@ def gather_rules(
             repeated([(place, len(token_ids)) for place, token_ids in barred]),
             moved(np.concatenate([np.array(token_ids, np.int64) for _, token_ids in barred])),
         ) if barred else None,
-        narrowed=moved(np.array([place for place, _ in asking], np.int64)) if asking else None,
+        narrowed=moved(np.array([place for place, *_ in asking], np.int64)) if asking else None,
     )  # fmt: skip
 
 
@@ -179,16 +180,15 @@ def _processed(process: LogitsProcessor, logits: Tensor, rows: list[ProcessedRow
 
 
 def _calls(
-    asking: Sequence[tuple[int, RowRules]],
-    sequences: Sequence[NDArray[np.int32]],
+    asking: Sequence[AskingRow],
     processors: dict[str, LogitsProcessor],
     device: torch.device,
 ) -> list[tuple[LogitsProcessor, Tensor, list[ProcessedRow]]]:
     of_name: dict[str, list[tuple[int, ProcessedRow]]] = {}
-    for place, own in asking:
+    for place, own, tokens in asking:
         for name, arguments in own.params.logits_processors:
             row = ProcessedRow(
-                request_id=own.request_id, token_ids=sequences[place], num_prompt_tokens=own.num_prompt,
+                request_id=own.request_id, token_ids=tokens, num_prompt_tokens=own.num_prompt,
                 arguments=dict(arguments),
             )  # fmt: skip
             of_name.setdefault(name, []).append((place, row))

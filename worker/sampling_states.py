@@ -17,6 +17,9 @@ from worker.transfer import to_device
 
 NO_LOGPROBS = -1
 
+_MOST_SETS_OF_ROWS = 16
+"""Whose rules are kept: some times as many as there are cohorts."""
+
 
 class SamplingStates:
     """Sampling parameters and rules of the requests in all rows. Tokens are ``RequestStates``' matter."""
@@ -52,11 +55,14 @@ class SamplingStates:
         """Its logprobs are of the distribution that its tokens are drawn from."""
         self._rules: dict[int, RowRules] = {}
         """Of the rows that have some."""
-        self._counts = TokenCounts(vocab_size, device)
+        self._counts = TokenCounts(num_rows, vocab_size, device)
+        self._same_rows: dict[bytes, LogitRules | None] = {}
+        """By the rows of a step; forgotten when a row gets another owner."""
 
     def add(self, new: NewRequestData) -> None:
         """The row belongs to this request; everything that an earlier owner left is overwritten."""
         row, params = new.row, new.params
+        self._same_rows.clear()
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k
         self._top_p[row] = params.top_p
@@ -81,6 +87,7 @@ class SamplingStates:
 
     def free(self, rows: list[int]) -> None:
         """These rows have no owner now."""
+        self._same_rows.clear()
         for row in rows:
             self._counts.discard(row)
             self._rules.pop(row, None)
@@ -106,24 +113,35 @@ class SamplingStates:
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
     ) -> LogitRules | None:
         """How these rows change their logits; None when none does. ``token_ids``: [rows, tokens] of all requests."""
+        if not self._rules:
+            return self._penalties_alone(rows)
         penalties = self._penalties(rows)
-        if penalties is None and not self._rules:
-            return None
-        own = [self._rules.get(row) for row in rows.tolist()]
-        sequences = [token_ids[row, :position] for row, position in zip(rows, positions, strict=True)]
-        return gather_rules(own, sequences, penalties, self._processors, self._device)
+        own = [(place, self._rules[row]) for place, row in enumerate(rows.tolist()) if row in self._rules]
+        asking = [(place, rules, token_ids[rows[place], : positions[place]]) for place, rules in own]
+        return gather_rules(asking, penalties, self._processors, self._device)
+
+    def _penalties_alone(self, rows: NDArray[np.int64]) -> LogitRules | None:
+        """The rules of these rows where none has others than penalties; made once for steps that follow each other."""
+        key = rows.tobytes()
+        if key not in self._same_rows:
+            if len(self._same_rows) == _MOST_SETS_OF_ROWS:
+                self._same_rows.clear()
+            self._same_rows[key] = gather_rules((), self._penalties(rows), self._processors, self._device)
+        return self._same_rows[key]
 
     def _penalties(self, rows: NDArray[np.int64]) -> Penalties | None:
         on = np.flatnonzero(self._has_penalties[rows])
         if not len(on):
             return None
+        slots = self._counts.slots(rows)
         return Penalties(
             counts=self._counts,
-            slots=self._moved(self._counts.slots(rows)),
+            slots=self._moved(slots),
             repetition=self._moved(self._repetition[rows]),
             presence=self._moved(self._presence[rows]),
             frequency=self._moved(self._frequency[rows]),
             on=self._moved(on),
+            slots_on=self._moved(slots[on]),
         )
 
     def _moved(self, values: NDArray[np.generic]) -> Tensor:

@@ -10,15 +10,17 @@ from torch import Tensor
 from worker.transfer import to_device
 
 _FIRST_SLOTS = 4
+_NO_SLOT = -1
 
 
 class TokenCounts:
     """Counts on the logits' device, in slots that exist only for rows with penalties: a vocabulary each, as the kernel reads it."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slot_of_row: dict[int, int] = {}
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._slot_of_row = np.full(num_rows, _NO_SLOT, np.int64)
         self._unused: list[int] = []
         self.in_prompt = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
         """[slots, V / 32], bit i of word w: token 32 w + i is in the prompt."""
@@ -37,17 +39,17 @@ class TokenCounts:
 
     def discard(self, row: int) -> None:
         """The row counts no more, if it did."""
-        if row in self._slot_of_row:
-            self._unused.append(self._slot_of_row.pop(row))
+        if (slot := int(self._slot_of_row[row])) != _NO_SLOT:
+            self._unused.append(slot)
+            self._slot_of_row[row] = _NO_SLOT
 
     def slots(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of each row; 0 for those that don't count, whose penalties are off."""
-        return np.array([self._slot_of_row.get(row, 0) for row in rows.tolist()], np.int64)
+        return np.maximum(self._slot_of_row[rows], 0)
 
     def count(self, slots: Tensor, token_ids: Tensor) -> None:
         """These slots' answers got these tokens; both [N]."""
-        ones = torch.ones(1, dtype=torch.int32, device=self._device)
-        self.counts.index_put_((slots, token_ids), ones, accumulate=True)
+        self.counts.index_put_((slots, token_ids), self._one, accumulate=True)
 
     def _grow(self) -> None:
         num_slots = len(self.counts)
