@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kernels import sampling
 from tests.native import INSTRUCTION_SETS, use_instruction_set
-from worker.sampler import Filters, SamplingBatch, gather_logprobs, nan_rows, processed_logits, sample
+from tests.sampling_reference import filtered
+from tests.worker.draws import assert_fair
+from worker.sampler import Filters, SamplingBatch, gather_logprobs, nan_rows, sample
 
 
 @pytest.fixture(autouse=True, params=[*INSTRUCTION_SETS[:1], "torch"])
@@ -103,10 +105,10 @@ def draws(logits: Tensor, count: int, **params: object) -> Tensor:
     ids=str,
 )  # fmt: skip
 def test_a_hundred_thousand_draws(params: dict[str, float]) -> None:
+    """Shares are those of the definition in float64."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(12)) * 1.5
-    filters = batch_of(1, **params).filters  # type: ignore[arg-type]
-    expected = processed_logits(logits[None], filters)[0].double().softmax(dim=0)
-    assert_drawn_from(draws(logits, 100_000, **params), expected)
+    shares = filtered(logits.double().numpy(), **{"temperature": 1.0} | params)  # type: ignore[arg-type]
+    assert_fair(draws(logits, 100_000, **params), shares)
 
 
 @pytest.mark.parametrize(

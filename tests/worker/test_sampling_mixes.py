@@ -4,7 +4,6 @@ The real scheduler drives real stages in one process; the meaning is tests/sampl
 """
 
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerConfig
-from ipc.messages import TokenLogprobs
 from ipc.params import SamplingParams
 from kernels.sampling import gumbel_noise_definition
 from tests.oracle import GAP, LOGPROB_TOLERANCE, Oracle
 from tests.sampling_reference import changed_logits, shares_of
-from tests.worker.pipeline import Pipeline
+from tests.worker.sampled import Asked, Engine
 
 EOS = (1,)
 LENGTHS = (2, 60)
@@ -36,18 +32,6 @@ def oracle(path) -> Oracle:
     return Oracle.of(path)
 
 
-@dataclass(slots=True)
-class Asked:
-    """One request and what came of it."""
-
-    prompt: list[int]
-    params: SamplingParams
-    aborted_after: int | None = None
-    """Tokens after which its client gives up."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
 def mixed_params(draw: random.Random, index: int) -> SamplingParams:
     """Another mix for each index; half of all parameters in each."""
     words = [[draw.randrange(3, 512) for _ in range(draw.choice((1, 1, 2)))] for _ in range(20)]
@@ -62,49 +46,6 @@ def mixed_params(draw: random.Random, index: int) -> SamplingParams:
     chosen = {name: value for name, value in possible.items() if draw.random() < 0.5}
     max_tokens = max(draw.randint(*LENGTHS), chosen.get("min_tokens", 0))
     return SamplingParams(seed=index, max_tokens=max_tokens, logprobs=draw.choice((0, 1, 5)), **chosen)  # type: ignore[arg-type]
-
-
-class Engine:
-    """A scheduler and its stages; requests come and go between steps."""
-
-    def __init__(self, path: Path, num_stages: int, *, num_blocks: int = 60, max_num_seqs: int = 48) -> None:
-        self.config = SchedulerConfig(
-            num_stages=num_stages, max_num_seqs=max_num_seqs, max_num_batched_tokens=96, max_model_len=128, block_size=16,
-            num_blocks=num_blocks, eos_token_ids=frozenset(EOS),
-        )  # fmt: skip
-        self.scheduler = Scheduler(self.config, core_id=7, epoch=3)
-        self.pipeline = Pipeline(
-            path, num_stages, num_blocks=num_blocks, max_model_len=128, max_num_seqs=max_num_seqs, max_num_batched_tokens=96
-        )
-        self._in_flight: list[Any] = []
-        self._asked: dict[int, Asked] = {}
-        self._requests: dict[int, Request] = {}
-
-    def add(self, asked: Asked) -> None:
-        key = len(self._asked) + 1
-        self._asked[key] = asked
-        self._requests[key] = Request(
-            request_id=f"r{key}", internal_id=key, client=b"c", prompt_token_ids=asked.prompt, params=asked.params  # type: ignore[arg-type]
-        )
-        self.scheduler.add(self._requests[key])
-
-    def step(self) -> None:
-        while (plan := self.scheduler.schedule()) is not None:
-            self._in_flight.append(plan)
-        if not self._in_flight:
-            return
-        for progress in self.scheduler.update(self.pipeline.run(self._in_flight.pop(0))):
-            assert progress.error is None, progress.error
-            asked = self._asked[progress.request.internal_id]
-            asked.token_ids += progress.new_token_ids
-            asked.logprobs += [progress.logprobs] if progress.logprobs is not None else []
-            if asked.aborted_after is not None and len(asked.token_ids) >= asked.aborted_after:
-                self.scheduler.finish(progress.request, "abort")
-        self.scheduler.check_books()
-
-    def run_all(self) -> None:
-        while self.scheduler.has_unfinished():
-            self.step()
 
 
 def requests_of(seed: int, count: int) -> list[Asked]:

@@ -6,22 +6,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ipc.errors import ConfigError
 from ipc.messages import NewRequestData
 from ipc.params import SamplingParams
-from tests.sampling_reference import changed_logits
+from tests.sampling_reference import Array, changed_logits, shares_of
+from tests.worker.draws import assert_fair
 from worker.logits_processors import ProcessedRow, load_processors
+from worker.sampler import Filters, SamplingBatch, sample
 from worker.sampling_states import NO_LOGPROBS, SamplingStates
 
 VOCAB_SIZE = 70
 EOS = (1, 2)
 
 
-def states(**processors: Any) -> SamplingStates:
+def states(vocab_size: int, processors: dict[str, Any]) -> SamplingStates:
     return SamplingStates(
-        8, vocab_size=VOCAB_SIZE, eos_token_ids=EOS, device=torch.device("cpu"),
+        8, vocab_size=vocab_size, eos_token_ids=EOS, device=torch.device("cpu"),
         processors={name.replace("__", ":"): process for name, process in processors.items()},
     )  # fmt: skip
 
@@ -36,8 +40,8 @@ def new(row: int, prompt: Sequence[int], answer: Sequence[int] = (), **params: A
 class Rows:
     """States with the tokens that ``RequestStates`` would have."""
 
-    def __init__(self, **processors: Any) -> None:
-        self.states = states(**processors)
+    def __init__(self, vocab_size: int = VOCAB_SIZE, **processors: Any) -> None:
+        self.states = states(vocab_size, processors)
         self.token_ids = np.zeros((8, 40), np.int32)
         self.lengths: dict[int, int] = {}
 
@@ -103,6 +107,56 @@ def test_s4_rules_change_logits_as_defined(together: bool) -> None:
                 assert np.array_equal(changed[row].isfinite().numpy(), finite)
                 assert np.abs(changed[row].numpy()[finite] - expected[finite]).max() < 1e-5
             said.append(token_id)
+
+
+# What each rule may be, over a vocabulary of 40 tokens, a prompt and an answer.
+IDS = st.integers(0, 39)
+RULES: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.floats(0.1, 10), "presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(IDS, st.floats(-20, 20), min_size=1, max_size=20),
+    "allowed_token_ids": st.lists(IDS, min_size=1, max_size=40, unique=True),
+    "bad_word_ids": st.lists(st.lists(IDS, min_size=1, max_size=3), min_size=1, max_size=20), "min_tokens": st.integers(1, 12),
+}  # fmt: skip
+EXAMPLES: dict[str, Any] = {
+    "repetition_penalty": 1.6, "presence_penalty": 1.5, "frequency_penalty": 0.6, "logit_bias": {3: 6.0, 5: -1.5, 39: 9.0},
+    "allowed_token_ids": [1, 5, 6, 7, 20, 21, 38], "bad_word_ids": [[4], [6, 20, 32], [20, 9], [8, 10]], "min_tokens": 9,
+}  # fmt: skip
+FAST = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def ruled(seed: int, prompt: list[int], answer: list[int], **params: Any) -> tuple[Tensor, Array]:
+    """Random logits after a row's rules, and the shares that the definition gives them."""
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(seed)) * 2
+    rows = Rows(vocab_size=40)
+    rows.add(new(0, prompt, answer, **params))
+    return rows.changed([0], logits)[0], shares_of(logits[0].double().numpy(), prompt, answer, SamplingParams(**params), EOS)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_rule(name: str) -> None:
+    @FAST
+    @given(st.integers(0, 1 << 32), st.lists(IDS, min_size=1, max_size=12), st.lists(IDS, max_size=12), RULES[name])
+    def holds(seed: int, prompt: list[int], answer: list[int], value: Any) -> None:
+        changed, expected = ruled(seed, prompt, answer, max_tokens=100, **{name: value})
+        assert np.array_equal(changed.isfinite().numpy(), expected > 0)
+        assert np.abs(changed.double().softmax(dim=0).numpy() - expected).max() < 1e-6
+
+    holds()
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, "all"])
+def test_a_hundred_thousand_draws(name: str) -> None:
+    params = EXAMPLES if name == "all" else {name: EXAMPLES[name]}
+    changed, shares = ruled(4, [5, 6, 5, 9, 20], [6, 7, 6, 20], max_tokens=100, **params)
+    assert np.abs(shares - ruled(4, [5], [6])[1]).max() > 0.005, "the rule does not show"
+    count = 100_000
+    filters = Filters(
+        temperature=torch.ones(count), top_k=torch.zeros(count, dtype=torch.int64),
+        top_p=torch.ones(count, dtype=torch.float64), min_p=torch.zeros(count, dtype=torch.float64),
+    )  # fmt: skip
+    seeds = torch.arange(count) * 7 + 3
+    batch = SamplingBatch(filters=filters, seed=seeds, position=seeds % 1000, is_greedy=False)
+    assert_fair(sample(changed.expand(count, -1).contiguous(), batch), shares)
 
 
 def test_s13_a_new_owner_of_a_row_finds_nothing_of_the_old_one() -> None:
