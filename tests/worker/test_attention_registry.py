@@ -135,6 +135,7 @@ def test_help_names_ours() -> None:
 # ------------------------------------------------------------------------------------------ other packages
 
 PLUGIN = '''
+from worker.attention import AttentionBackend
 from worker.attention.torch_backend import TorchBackend
 
 class Foreign(TorchBackend):
@@ -143,6 +144,26 @@ class Foreign(TorchBackend):
 
 class Nameless(TorchBackend):
     pass
+
+class Unfinished(AttentionBackend):
+    name = "foreign"
+    preference = {preference}
+    capabilities = TorchBackend.capabilities
+
+class Mute(Foreign):
+    capabilities = None
+
+class Unranked(Foreign):
+    preference = None
+
+class Helpless(Foreign):
+    @staticmethod
+    def missing():
+        raise OSError("no driver")
+
+class Stillborn(Foreign):
+    def __init__(self):
+        raise OSError("no device")
 
 number = 7
 '''
@@ -187,17 +208,40 @@ def test_a_preferred_one_is_taken(package: Package, caplog: pytest.LogCaptureFix
         ("foreign = no_such_module:Foreign", "cannot be loaded .ModuleNotFoundError"),
         ("foreign = MODULE:number", "is not a class derived from worker.attention.AttentionBackend"),
         ("foreign = MODULE:Nameless", "must have its entry point's name"),
+        ("foreign = MODULE:Mute", "must have its entry point's name and say its capabilities"),
+        ("foreign = MODULE:Unranked", "has preference None, must be a whole number"),
+        ("foreign = MODULE:Unfinished", "does not define attend, cache_shape, make_builder, write"),
+        ("foreign = MODULE:Stillborn", "foreign cannot be made .OSError: no device"),
     ],
 )
 def test_a_broken_one_hinders_nobody_else(
     package: Package, caplog: pytest.LogCaptureFixture, entry_point: str, problem: str
 ) -> None:
-    package.install(entry_point)
+    """Although it would be preferred."""
+    package.install(entry_point, preference=1000)
     with pytest.raises(ConfigError, match=problem):
         select("foreign")
     assert select() in ATTENTION_BACKENDS
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "plugin" in warning.message
+    assert "foreign" in warning.message
+
+
+def test_one_that_cannot_say_what_is_missing_lacks_that(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    package.install("foreign = MODULE:Helpless", preference=1000)
+    with pytest.raises(ConfigError, match="foreign cannot be used, it lacks what it looks for .OSError: no driver"):
+        select("foreign")
+    with caplog.at_level(logging.INFO):
+        assert select() in ATTENTION_BACKENDS
+    assert "foreign lacks what it looks for (OSError: no driver)" in caplog.text
+
+
+def test_a_module_that_ends_the_process_is_not_let(package: Package) -> None:
+    package.install("foreign = MODULE:Foreign")
+    (module,) = package.folder.glob("brigade_plugin_*.py")
+    module.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="cannot be loaded .SystemExit: 3"):
+        select("foreign")
+    assert select() in ATTENTION_BACKENDS
 
 
 def test_our_names_are_taken(package: Package) -> None:

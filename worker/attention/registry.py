@@ -2,11 +2,12 @@
 
 import logging
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 
 import torch
 
 from ipc.errors import ConfigError
-from worker.attention.backend import AttentionBackend, AttentionNeeds
+from worker.attention.backend import AttentionBackend, AttentionNeeds, Capabilities
 
 FIELD = "--attention-backend"
 
@@ -45,8 +46,9 @@ def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     lacks = obstacles(backend, needs)
     if lacks:
         raise ConfigError(FIELD, f"{name} cannot be used, it lacks {', '.join(lacks)}")
+    made = _made(backend)
     logger.info("attention backend %s (asked for)", name)
-    return backend()
+    return made
 
 
 def _best(needs: AttentionNeeds) -> AttentionBackend:
@@ -55,9 +57,15 @@ def _best(needs: AttentionNeeds) -> AttentionBackend:
     for backend in sorted(known, key=lambda backend: -backend.preference):
         lacks = obstacles(backend, needs)
         if not lacks:
+            try:
+                made = _made(backend)
+            except ConfigError as error:
+                logger.warning("%s", error)
+                lacking[backend.name] = ["a constructor that works"]
+                continue
             others = "".join(f"; {other} lacks {', '.join(what)}" for other, what in lacking.items())
             logger.info("attention backend %s (best that fits%s)", backend.name, others)
-            return backend()
+            return made
         lacking[backend.name] = lacks
     width = max(map(len, lacking))
     table = "".join(f"\n  {other:<{width}}  lacks {', '.join(what)}" for other, what in lacking.items())
@@ -83,7 +91,7 @@ def obstacles(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[st
         f"block size {needs.block_size}" if not _has(can.block_sizes, needs.block_size) else None,
         f"{needs.group_ratio} query heads per key head" if not _has(can.group_ratios, needs.group_ratio) else None,
         *(kind if is_lacking else None for kind, is_lacking in kinds.items()),
-        backend.missing(),
+        _missing(backend),
     ]
     return [lack for lack in lacks if lack]
 
@@ -128,10 +136,35 @@ def _load(point: EntryPoint) -> type[AttentionBackend]:
     where = f"{point.name}, which {point.dist.name if point.dist else 'a package'} offers as {point.value},"
     try:
         backend = point.load()
-    except Exception as error:  # noqa: BLE001 - foreign code, which may raise anything
-        raise ConfigError(FIELD, f"{where} cannot be loaded ({type(error).__name__}: {str(error):.200})") from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, which may raise anything
+        raise ConfigError(FIELD, f"{where} cannot be loaded ({_told(error)})") from error
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise ConfigError(FIELD, f"{where} is not a class derived from worker.attention.AttentionBackend")
-    if getattr(backend, "name", None) != point.name or not hasattr(backend, "capabilities"):
+    if getattr(backend, "name", None) != point.name or not isinstance(
+        getattr(backend, "capabilities", None), Capabilities
+    ):
         raise ConfigError(FIELD, f"{where} must have its entry point's name and say its capabilities")
+    if not isinstance(backend.preference, int):
+        raise ConfigError(FIELD, f"{where} has preference {backend.preference!r:.80}, must be a whole number")
+    if isabstract(backend):
+        raise ConfigError(FIELD, f"{where} does not define {', '.join(sorted(backend.__abstractmethods__))}")
     return backend
+
+
+def _missing(backend: type[AttentionBackend]) -> str | None:
+    try:
+        return backend.missing()
+    except Exception as error:  # noqa: BLE001 - foreign code, as above
+        return f"what it looks for ({_told(error)})"
+
+
+def _made(backend: type[AttentionBackend]) -> AttentionBackend:
+    """Raises ConfigError when its constructor fails."""
+    try:
+        return backend()
+    except Exception as error:  # noqa: BLE001 - foreign code, as above
+        raise ConfigError(FIELD, f"{backend.name} cannot be made ({_told(error)})") from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error):.200}"
