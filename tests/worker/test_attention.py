@@ -54,11 +54,13 @@ class Step:
         num_blocks: int = 512,
         backend: str = "torch",
         rule: dict[str, Any] | None = None,
+        spread: float = 1.0,
     ) -> None:
         """
         Args:
             sizes: (tokens in the cache before, query tokens) of each sequence, decodes first.
             rule: window, soft cap and sinks, as ``attend`` takes them.
+            spread: standard deviation of queries and keys.
         """
         self.sizes, self.rule = sizes, rule or {}
         K = BLOCK_SIZES[backend]
@@ -84,7 +86,8 @@ class Step:
             max_seq_len=max(lengths, default=0),
         )
         self.q, self.k, self.v = (
-            torch.randn(num_tokens + padding, heads, D, generator=draw).to(dtype) for heads in (H, G, G)
+            (torch.randn(num_tokens + padding, heads, D, generator=draw) * deviation).to(dtype)
+            for heads, deviation in ((H, spread), (G, spread), (G, 1.0))
         )
         needs = AttentionNeeds(device=CPU, dtype=dtype, head_size=D, block_size=K)
         self.backend = TritonBackend() if backend == "triton" else select_backend(backend, needs)
@@ -93,16 +96,19 @@ class Step:
             window=self.rule.get("window"),
         )  # fmt: skip
         self.cache = torch.full(self.backend.cache_shape(num_blocks, K, G, D), torch.nan, dtype=dtype)
-        self._write_history([history for history, _ in sizes], tables, draw)
+        self._write_history([history for history, _ in sizes], tables, draw, spread)
 
-    def _write_history(self, lengths: list[int], tables: list[list[int]], draw: torch.Generator) -> None:
+    def _write_history(
+        self, lengths: list[int], tables: list[list[int]], draw: torch.Generator, spread: float
+    ) -> None:
         K = self.builder.block_size
         slots = [
             table[position // K] * K + position % K
             for table, history in zip(tables, lengths, strict=True)
             for position in range(history)
         ]
-        k, v = torch.randn(2, len(slots), G, D, generator=draw).to(self.q.dtype)
+        k, v = torch.randn(2, len(slots), G, D, generator=draw)
+        k, v = (k * spread).to(self.q.dtype), v.to(self.q.dtype)
         write = replace(
             self.common,
             query_starts=torch.zeros_like(self.common.query_starts),
@@ -180,6 +186,24 @@ RULES: dict[str, dict[str, Any]] = {
 def test_windows_soft_caps_and_sinks(backend: str, rule: str, dtype: torch.dtype) -> None:
     for batch in BATCHES.values():
         step = Step(batch, dtype=dtype, backend=backend, rule=RULES[rule], padding=1)
+        assert_close(step.run(), step.expected())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rule", ["soft_cap", "sinks"])
+@pytest.mark.parametrize("backend", SWEPT)
+def test_large_scores_are_not_rounded(backend: str, rule: str, dtype: torch.dtype) -> None:
+    """Of 16 in the mean, as queries and keys four times as large as usual have; rules that plain torch has no call for."""
+    chosen = {"soft_cap": {"soft_cap": 50.0}, "sinks": RULES["sinks"]}[rule]
+    for batch in ("decodes", "mixed"):
+        step = Step(BATCHES[batch], dtype=dtype, backend=backend, rule=chosen, spread=4.0)
+        assert_close(step.run(), step.expected())
+
+
+@pytest.mark.parametrize("backend", SWEPT)
+def test_a_cap_that_hardly_bends_loses_nothing(backend: str) -> None:
+    for cap in (300.0, 1e6):
+        step = Step(BATCHES["mixed"], dtype=torch.float32, backend=backend, rule={"soft_cap": cap})
         assert_close(step.run(), step.expected())
 
 
