@@ -88,12 +88,18 @@ class Narrow(TorchBackend):
         ({"soft_capped": True, "sinks": True}, ["soft-capped attention", "attention sinks"]),
         ({"group_ratio": 3}, ["3 query heads per key head"]),
         ({"cache_dtype": torch.float16}, ["cache dtype float16"]),
+        ({"cache_dtype": None}, ["cache dtype float32"]),
         ({"dtype": torch.float16}, ["dtype float16"]),
     ],
 )
 def test_each_capability_is_asked(changes: dict[str, Any], lacks: list[str]) -> None:
     needs = replace(PLAIN, full=False, cache_dtype=torch.bfloat16)
     assert obstacles(Narrow, replace(needs, **changes)) == lacks
+
+
+def test_a_cache_of_another_type_is_not_taken_for_granted() -> None:
+    assert obstacles(TorchBackend, PLAIN) == []
+    assert obstacles(TorchBackend, replace(PLAIN, cache_dtype=torch.bfloat16)) == ["cache dtype bfloat16"]
 
 
 @pytest.mark.parametrize(("found", "lacks"), [((9, 0), []), ((8, 9), ["support of cuda:0: it needs compute capability 9.0, found 8.9"])])

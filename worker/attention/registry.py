@@ -76,7 +76,7 @@ def obstacles(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[st
     """What of the needs it does not serve; empty when it fits."""
     can = backend.capabilities
     cache_dtype = needs.cache_dtype or needs.dtype
-    cache_dtypes = can.dtypes if can.cache_dtypes is None else can.cache_dtypes
+    cache_dtypes = {needs.dtype} if can.cache_dtypes is None else can.cache_dtypes
     kinds = {
         "full attention": needs.full and not can.full,
         "windowed attention": needs.windowed and not can.windowed,
@@ -86,7 +86,7 @@ def obstacles(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[st
     lacks = [
         f"device {needs.device.type}" if needs.device.type not in can.device_types else _old_gpu(needs.device, can.compute_capability),
         f"dtype {_short(needs.dtype)}" if needs.dtype not in can.dtypes else None,
-        f"cache dtype {_short(cache_dtype)}" if cache_dtype not in cache_dtypes and cache_dtype != needs.dtype else None,
+        f"cache dtype {_short(cache_dtype)}" if cache_dtype not in cache_dtypes else None,
         f"head size {needs.head_size}" if not _has(can.head_sizes, needs.head_size) else None,
         f"block size {needs.block_size}" if not _has(can.block_sizes, needs.block_size) else None,
         f"{needs.group_ratio} query heads per key head" if not _has(can.group_ratios, needs.group_ratio) else None,
