@@ -14,7 +14,7 @@ from tests.native import INSTRUCTION_SETS
 from tests.worker.fake_graphs import FakePool
 from tests.worker.pipeline import Pipeline, Plans, tokens_of
 from worker.graphs.modes import CudagraphMode
-from worker.graphs.stage_graphs import PaddedStep
+from worker.graphs.stage_graphs import PaddedStep, StageGraphs, Start
 from worker.model_runner import ModelRunner
 
 MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
@@ -174,6 +174,33 @@ def test_nothing_of_padding_reaches_a_real_row(checkpoints, expected, monkeypatc
     assert ids == expected
     num_poisoned = sum(runner._model.num_poisoned for runner in pipeline.runners)
     assert num_poisoned > 100
+
+
+@pytest.mark.parametrize("mode", ["piecewise", pytest.param("full", marks=needs_native_code)])
+def test_padding_is_computed_from_zeros(checkpoints, monkeypatch, mode: str) -> None:
+    """Whatever larger steps, and other users of the receive buffers, left there."""
+    padded: list[tuple[Start, int]] = []
+    replay = StageGraphs.replay
+
+    def remember(graphs, step, token_ids, received):
+        outcome = replay(graphs, step, token_ids, received)
+        assert torch.isfinite(outcome.hidden).all()
+        source = graphs._token_ids if received is None else received
+        start, _ = graphs._captured[step.dispatch, source.data_ptr()]
+        padded.append((Start(*(part.clone() for part in start)), step.num_tokens))
+        return outcome
+
+    monkeypatch.setattr(StageGraphs, "replay", remember)
+    pipeline = make(checkpoints.fx_r, 2, mode, cudagraph_capture_sizes=(8,), pool=FakePool())
+    plans = make_plans()
+    plans.add(0, range(3, 11))
+    for count in (8, 1):
+        pipeline.run(plans.step({0: count}))
+    assert [num_tokens for _, num_tokens in padded] == [8, 8, 1, 1]
+    for start, num_tokens in padded[-2:]:
+        assert len(start.positions) == 8
+        assert not start.source[num_tokens:].any()
+        assert not start.positions[num_tokens:].any()
 
 
 def poison(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
