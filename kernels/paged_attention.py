@@ -50,6 +50,8 @@ def paged_attention(
         raise ValueError(
             f"{query_starts.shape[0]} query starts and {block_table.shape[0]} tables for {seq_lens.shape[0]} sequences"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} tokens, must be at least 1")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
         raise ValueError(f"out must be a contiguous {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
     gpu = triton_for(q, cache, query_starts, seq_lens, block_table)

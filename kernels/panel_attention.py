@@ -15,6 +15,9 @@ from kernels.paged_attention import paged_attention_definition
 PANEL = 16
 HEAD_SIZES = frozenset(range(16, 257, 16))
 
+_LONGEST_WINDOW = (1 << 31) - 1
+"""No sequence is longer: native code counts its tokens in 32 bits."""
+
 
 def panel_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int]:
     """[B, G, 2, K * D]; K is a multiple of 16."""
@@ -88,6 +91,8 @@ def panel_attention(
             f"{num_heads} heads over {num_kv_heads}, {query_starts.numel()} query starts, "
             f"{num_seqs} tables for {seq_lens.numel()} sequences"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} tokens, must be at least 1")
     for tensor in (query_starts, seq_lens, block_table):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise TypeError(f"starts, lengths and tables must be contiguous int32, got {tensor.dtype}")
@@ -104,7 +109,7 @@ def panel_attention(
         query_starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), None if sinks is None else sinks.data_ptr(),
         num_tokens, num_blocks, table_width, num_seqs, block_table.stride(0),
         _token_stride(q), num_heads, num_kv_heads, block_size, head_size,
-        window or 0, scale, soft_cap or 0.0, DTYPES[q.dtype], torch.get_num_threads(),
+        min(window or 0, _LONGEST_WINDOW), scale, soft_cap or 0.0, DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if not is_done:
         raise IndexError(f"starts, lengths or tables point outside of {num_tokens} tokens and {num_blocks} blocks")

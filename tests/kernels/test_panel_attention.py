@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -54,6 +54,7 @@ BATCHES = {
     "window_of_one": Batch(sizes=((20, 1), (3, 20)), window=1),
     "long_window": Batch(sizes=((1300, 1), (700, 9)), window=530),
     "soft_cap": Batch(sizes=((40, 1), (0, 20)), soft_cap=0.7),
+    "soft_cap_that_hardly_bends": Batch(sizes=((40, 1), (0, 20)), soft_cap=10_000.0),
     "sinks": Batch(sizes=((40, 1), (700, 1), (0, 20)), has_sinks=True),
     "all_of_it": Batch(sizes=((40, 1), (700, 1), (9, 40)), window=100, soft_cap=2.0, has_sinks=True),
 }
@@ -99,6 +100,13 @@ class Step:
             self.q, self.cache, self.query_starts, self.seq_lens, self.block_table, self.scale,
             window=self.batch.window, soft_cap=self.batch.soft_cap, sinks=self.sinks,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1 << 31, 1 << 32, (1 << 64) + 1])
+def test_a_window_may_be_longer_than_any_sequence(window: int) -> None:
+    whole = Step(BATCHES["mixed"], torch.float32)
+    windowed = Step(replace(BATCHES["mixed"], window=window), torch.float32)
+    assert torch.equal(windowed.run(), whole.run())
 
 
 @contextmanager
@@ -208,6 +216,8 @@ def test_what_does_not_fit_is_refused() -> None:
         panel_attention(step.q[:, :5].contiguous(), step.cache, *arguments)
     with pytest.raises(ValueError, match="heads of 24"):
         panel_attention(torch.randn(1, 6, 24), step.cache, *arguments)
+    with pytest.raises(ValueError, match="a window of 0 tokens"):
+        panel_attention(step.q, step.cache, *arguments, window=0)
     with pytest.raises(TypeError, match="int64"):
         panel_attention(step.q, step.cache, step.query_starts.long(), *arguments[1:])
     with pytest.raises(ValueError, match="heads must lie together"):
