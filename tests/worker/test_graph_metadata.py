@@ -1,6 +1,7 @@
 """Does what was recorded with the metadata of padding compute the steps that are written over it later?"""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ def test_recorded_metadata_serves_every_step_of_its_shape(backend: str, name: st
     step.builder.build_in_place(padding_alone(MIXED if shape is DECODES else DECODES))
     rebuilt = step.builder.build_in_place(padded_inputs(step.common, shape))
     assert tables_of(rebuilt) == addresses
+    assert all(address % 16 == 0 for address, *_ in addresses), "or a kernel is compiled once more"
+    assert numbers_of(rebuilt) == numbers_of(recorded)
     q, k, v = (padded(part, shape.num_tokens) for part in (step.q, step.k, step.v))
     step.backend.write(step.cache, k, v, recorded)
     out = step.backend.attend(q, step.cache, recorded, D**-0.5)
@@ -59,6 +62,12 @@ def test_recorded_metadata_serves_every_step_of_its_shape(backend: str, name: st
 
 def tables_of(metadata: Any) -> list[Any]:
     return places([metadata.slots, metadata.query_starts, metadata.seq_lens, metadata.block_table])
+
+
+def numbers_of(metadata: Any) -> dict[str, Any]:
+    """What is recorded with a launch, as it stands."""
+    values = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+    return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,9 +16,10 @@ def padded_inputs(common: CommonAttentionMetadata, shape: BatchDescriptor) -> Co
     """The step with padding behind its tokens and, unless the shape takes any number of them, behind its sequences."""
     slots = _padded(common.slots, shape.num_tokens, -1)
     num_seqs = common.seq_lens.shape[0] if shape.num_requests is None else shape.num_requests
-    query_starts = _padded(common.query_starts, num_seqs + 1, common.query_starts[-1].item())
     if shape.is_uniform_decode:
-        query_starts = torch.arange(num_seqs + 1, dtype=query_starts.dtype)
+        query_starts = torch.arange(num_seqs + 1, dtype=common.query_starts.dtype)
+    else:
+        query_starts = _padded(common.query_starts, num_seqs + 1, common.query_starts[-1].item())
     block_table = common.block_table
     return CommonAttentionMetadata(
         query_starts=query_starts,

@@ -129,10 +129,9 @@ class StageGraphs:
                 (captured if self._has_memory_for(dispatch) else failed).append(dispatch)
                 progress(done, len(self._shapes))
         if failed:
-            sizes = ", ".join(f"{d.descriptor.num_tokens} ({d.mode.value})" for d in failed)
             logger.warning(
                 "no memory to capture steps of %s tokens; they use a larger graph where there is one, else run eagerly",
-                sizes,
+                ", ".join(map(_shown, failed)),
             )
         self._dispatcher = CudagraphDispatcher(captured)
 
@@ -239,6 +238,11 @@ class StageGraphs:
             return (builder.build_in_place if dispatch.mode is CudagraphMode.FULL else builder.build)(inputs(group))
 
         return self._caches.for_layers(build)
+
+
+def _shown(dispatch: Dispatch) -> str:
+    kind = ", decodes" if dispatch.descriptor.is_uniform_decode else ""
+    return f"{dispatch.descriptor.num_tokens} ({dispatch.mode.value}{kind})"
 
 
 def _padded(values: NDArray[np.int64], length: int) -> Tensor:
