@@ -92,7 +92,7 @@ RULES: dict[str, dict[str, Any]] = {
     "window": {"window": 17},
     "soft_cap": {"soft_cap": 2.0},
     "sinks": {"sinks": torch.linspace(-1, 2, 6, device=DEVICE)},
-    "all": {"window": 33, "soft_cap": 2.0, "sinks": torch.linspace(2, -1, 6, device=DEVICE)},
+    "all": {"window": 33, "soft_cap": 1000.0, "sinks": torch.linspace(2, -1, 6, device=DEVICE)},
 }
 
 
