@@ -12,6 +12,7 @@ NAMES = ("city", "query", "unit", "limit", "user_id", "filters", "sort_by", "tag
          "priority", "recipients", "amount", "currency", "notes", "is_active", "address", "page_size", "language", "größe")  # fmt: skip
 WORDS = ("celsius", "fahrenheit", "asc", "desc", "low", "medium", "high", "EUR", "USD", "en", "de", "Zürich", "a \"b\"", "x/y")
 FORMATS = ("date", "date-time", "time", "uuid", "ipv4")
+NANOSECONDS = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 MAX_DEPTH = 3
 
 NODE: Schema = {
@@ -24,6 +25,10 @@ NODE: Schema = {
     "additionalProperties": False,
 }
 """A list as tools describe folders, comments or categories: each has at most one more of its kind."""
+
+MOST_NODES = 4
+"""That may be in one another. The recursive schema itself has no end, nor have answers of a small model that begins to repeat
+itself; so each use of it narrows what is that deep in it."""
 
 
 def tool_schema(seed: int) -> Schema:
@@ -78,7 +83,9 @@ def _boolean(draw: random.Random, depth: int) -> Schema:
 
 
 def _format(draw: random.Random, depth: int) -> Schema:
-    return {"type": "string", "format": draw.choice(FORMATS)}
+    name = draw.choice(FORMATS)
+    # A time may have any number of digits behind its seconds.
+    return {"type": "string", "format": name} | ({"pattern": NANOSECONDS} if "time" in name else {})
 
 
 def _pattern(draw: random.Random, depth: int) -> Schema:
@@ -107,7 +114,10 @@ def _nullable(draw: random.Random, depth: int) -> Schema:
 
 
 def _node(draw: random.Random, depth: int) -> Schema:
-    return {"$ref": "#/$defs/node"}
+    narrowed: Schema = {"properties": {"children": {"maxItems": 0}}}
+    for _ in range(MOST_NODES - 1):
+        narrowed = {"properties": {"children": {"items": narrowed}}}
+    return {"$ref": "#/$defs/node"} | narrowed
 
 
 def _uses_node(schema: Any) -> bool:
