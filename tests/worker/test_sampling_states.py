@@ -190,6 +190,22 @@ def test_counts_have_room_for_many_rows_and_begin_anew() -> None:
         rows.states.free([1, 3, 5])
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_penalties_that_are_kept_from_step_to_step_end_with_their_row(is_freed: bool) -> None:
+    """The same rows sample again, one of them with another owner."""
+    rows, logits = Rows(), logits_of(2)
+    for row in range(2):
+        rows.add(new(row, [5, 6], [9], presence_penalty=1.0))
+    changed = rows.changed([0, 1], logits, [9, 9])
+    assert torch.equal(changed[:, 9], rows.changed([0, 1], logits)[:, 9])
+    if is_freed:
+        rows.states.free([1])
+    rows.add(new(1, [7, 8], [11], presence_penalty=-2.0))
+    changed = rows.changed([0, 1], logits)
+    assert changed[0, 9] == logits[0, 9] - 1 and changed[1, 11] == logits[1, 11] + 2
+    assert changed[1, 9] == logits[1, 9]
+
+
 # ------------------------------------------------------------------------------------------------ processors
 
 
