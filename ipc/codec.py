@@ -20,10 +20,10 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_h
 import msgpack
 import numpy as np
 
-from ipc import messages
 from ipc.errors import ProtocolError, RequestError
-from ipc.messages import MESSAGE_TYPES, Bounds, FloatBuffer, IdBuffer, Ints, Scalars, SpanBuffer
+from ipc.messages import Bounds, FloatBuffer, IdBuffer, Ints, Scalars, SpanBuffer
 from ipc.params import SamplingParams
+from ipc.registry import MESSAGE_TYPES
 
 PROTOCOL_VERSION = 1
 MAX_COLUMN = 1 << 20
@@ -317,5 +317,5 @@ def _struct_of(cls: type) -> _Struct:
 for _cls in MESSAGE_TYPES.values():
     _struct_of(_cls)
 
-_TAGS = {cls: tag for tag, cls in messages.MESSAGE_TYPES.items()}
+_TAGS = {cls: tag for tag, cls in MESSAGE_TYPES.items()}
 _VERSION_FRAME = bytes((PROTOCOL_VERSION,))

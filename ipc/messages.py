@@ -15,14 +15,14 @@ Rules: tags are never reused; new fields go last and have defaults; nothing is p
 ``codec.py`` turns these types into frames and back, and checks every field on the way in.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar, dataclass_transform
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipc.params import SamplingParams
+from ipc.registry import message, part
 from ipc.spans import MAX_SPANS, SPAN_FIELDS
 
 
@@ -64,30 +64,6 @@ Nanoseconds = Annotated[int, Bounds(-(1 << 62), (1 << 62) - 1)]
 
 Scalars = dict[str, int | float | str | bool]
 """A flat map of named values."""
-
-MESSAGE_TYPES: dict[int, type] = {}
-
-M = TypeVar("M")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def message(tag: int) -> Callable[[type[M]], type[M]]:
-    """Make a class a frozen, slotted, keyword-only dataclass that travels under ``tag``."""
-
-    def register(cls: type[M]) -> type[M]:
-        if tag in MESSAGE_TYPES:
-            raise ValueError(f"tag {tag} belongs to {MESSAGE_TYPES[tag].__name__}")
-        made = part(cls)
-        MESSAGE_TYPES[tag] = made
-        return made
-
-    return register
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def part(cls: type[M]) -> type[M]:
-    """The same for a class that travels only inside a message."""
-    return dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)
 
 
 # ---------------------------------------------------------------------------------------------- core and workers

@@ -14,8 +14,8 @@ from ipc import codec
 from ipc import messages as m
 from ipc.codec import MAX_COLUMN, PROTOCOL_VERSION, decode, encode, pack_ints, request_id_of, unpack_ints
 from ipc.errors import ProtocolError, RequestError
-from ipc.messages import MESSAGE_TYPES
 from ipc.params import SamplingParams
+from ipc.registry import MESSAGE_TYPES
 from tests.wire_samples import FILE, SAMPLES, dump_all, ids, plain
 
 EVERY = tuple(MESSAGE_TYPES.values())
