@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from engine.outputs import Answer, Output
+from engine.outputs import Answers, Output
 from engine.prompts import Prepared, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.aclient import AsyncTokenClient, AsyncTokenStream
@@ -72,6 +72,7 @@ class AsyncClient:
     ) -> "AsyncGeneration":
         """Send a request now and iterate over its outputs with ``async for``; the last one has a finish reason.
 
+        With ``params.n`` above 1 outputs of all choices come as they are made; see ``Output.index``.
         ``priority`` orders requests under ``--scheduling-policy priority``, the lowest number first. After ``timeout_s``
         seconds a request ends with finish reason "timeout" and the tokens that it has.
 
@@ -105,9 +106,11 @@ class AsyncClient:
         """The text of these tokens."""
         return self._text().tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, which then gets a last output. Harmless for ids that are unknown or over."""
-        await self._tokens.abort(request_id)
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or only its choice ``index``; each choice that ends gets a last output. Harmless for ids that are
+        unknown or over.
+        """
+        await self._tokens.abort(request_id, index)
 
     async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name."""
@@ -138,34 +141,42 @@ class AsyncClient:
         return self._attached_text
 
     def _send(self, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None) -> "AsyncGeneration":
-        answer = self._text().answer(check_request_id(request_id), prepared)
+        answers = self._text().answers(check_request_id(request_id), prepared)
         stream = self._tokens.generate(
-            prepared.token_ids, prepared.params, answer.request_id, priority=priority, timeout_s=timeout_s
+            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s
         )
-        return AsyncGeneration(stream, answer)
+        return AsyncGeneration(stream, answers)
 
 
 class AsyncGeneration:
-    """The outputs of one request, in order. Leaving early, by ``aclose`` or by dropping it, aborts the request.
+    """The outputs of one request, in order; with ``n`` choices those of all, told apart by ``index``.
 
+    It ends when every choice has had its output with a finish reason. Leaving early, by ``aclose`` or by dropping it, aborts
+    the request.
     So does cancelling the task that reads it, also by a deadline around a single ``anext``; see AsyncTokenStream.
     """
 
-    def __init__(self, stream: AsyncTokenStream, answer: Answer) -> None:
+    def __init__(self, stream: AsyncTokenStream, answers: Answers) -> None:
         self.request_id = stream.request_id
         self._stream = stream
-        self._answer = answer
+        self._answers = answers
 
     def __aiter__(self) -> "AsyncGeneration":
         return self
 
     async def __anext__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
-        message = await anext(self._stream)
-        output = self._answer.take(message)
-        if output.finish_reason is not None and message.finish_reason is None:
-            self._stream.close("stop")
-        return output
+        while not self._answers.are_over:
+            message = await anext(self._stream)
+            output = self._answers.take(message)
+            if output is None:
+                continue
+            if self._answers.are_over:
+                self._stream.close("stop")
+            elif output.finish_reason is not None and message.finish_reason is None:
+                self._stream.end_choice(output.index, "stop")
+            return output
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""

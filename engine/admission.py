@@ -27,6 +27,12 @@ def check_request(message: AddRequest, info: ModelInfo) -> None:
             "token for the answer",
             field="prompt_token_ids",
         )
+    if message.params.n > 1 and message.output_token_ids.size:
+        raise RequestError(
+            f"output_token_ids has {message.output_token_ids.size} tokens, but n={message.params.n}: only a single answer "
+            "can be gone on with; send each with its own seed and n=1",
+            field="output_token_ids",
+        )
     timeout_s = message.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise RequestError(f"timeout_s={timeout_s} must be a finite number of seconds above 0", field="timeout_s")
@@ -41,8 +47,6 @@ def check_request(message: AddRequest, info: ModelInfo) -> None:
 
 
 def _check_params(params: SamplingParams, info: ModelInfo) -> None:
-    if params.n > 1:
-        raise RequestError(f"n={params.n} is not supported yet; send the request {params.n} times", field="n")
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], info.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)

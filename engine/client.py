@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from engine.outputs import Answer, Output
+from engine.outputs import Answers, Output
 from engine.prompts import Prepared, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.client import TokenClient, TokenStream
@@ -64,6 +64,7 @@ class Client:
     ) -> "Generation":
         """Send a request now and iterate over its outputs; the last one has a finish reason.
 
+        With ``params.n`` above 1 outputs of all choices come as they are made; see ``Output.index``.
         ``priority`` orders requests under ``--scheduling-policy priority``, the lowest number first. After ``timeout_s``
         seconds a request ends with finish reason "timeout" and the tokens that it has.
 
@@ -97,9 +98,11 @@ class Client:
         """The text of these tokens."""
         return self._text.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def abort(self, request_id: str) -> None:
-        """End a request, which then gets a last output. Harmless for ids that are unknown or over."""
-        self._tokens.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or only its choice ``index``; each choice that ends gets a last output. Harmless for ids that are
+        unknown or over.
+        """
+        self._tokens.abort(request_id, index)
 
     def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name."""
@@ -125,31 +128,41 @@ class Client:
         self._tokens.close()
 
     def _send(self, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None) -> "Generation":
-        answer = self._text.answer(check_request_id(request_id), prepared)
+        answers = self._text.answers(check_request_id(request_id), prepared)
         stream = self._tokens.generate(
-            prepared.token_ids, prepared.params, answer.request_id, priority=priority, timeout_s=timeout_s
+            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s
         )
-        return Generation(stream, answer)
+        return Generation(stream, answers)
 
 
 class Generation:
-    """The outputs of one request, in order. Leaving early, by ``close`` or by dropping it, aborts the request."""
+    """The outputs of one request, in order; with ``n`` choices those of all, told apart by ``index``.
 
-    def __init__(self, stream: TokenStream, answer: Answer) -> None:
+    It ends when every choice has had its output with a finish reason. Leaving early, by ``close`` or by dropping it, aborts
+    the request.
+    """
+
+    def __init__(self, stream: TokenStream, answers: Answers) -> None:
         self.request_id = stream.request_id
         self._stream = stream
-        self._answer = answer
+        self._answers = answers
 
     def __iter__(self) -> "Generation":
         return self
 
     def __next__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
-        message = next(self._stream)
-        output = self._answer.take(message)
-        if output.finish_reason is not None and message.finish_reason is None:
-            self._stream.close("stop")
-        return output
+        while not self._answers.are_over:
+            message = next(self._stream)
+            output = self._answers.take(message)
+            if output is None:
+                continue
+            if self._answers.are_over:
+                self._stream.close("stop")
+            elif output.finish_reason is not None and message.finish_reason is None:
+                self._stream.end_choice(output.index, "stop")
+            return output
+        raise StopIteration
 
     def close(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""

@@ -13,21 +13,22 @@ import time
 from collections import deque
 from collections.abc import Container
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import zmq
 
 from engine.admission import check_request
+from engine.choices import OpenRequests, choices_of
 from engine.config import CoreConfig, ModelFiles
 from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway
 from engine.grammar_compiler import GrammarCompiler, load_vocabulary
-from engine.policies import Deadlines, check_queue_room
+from engine.policies import Deadlines, check_open_room, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
 from engine.scheduler import RequestProgress, Scheduler, SchedulerStats
-from engine.scheduler_config import scheduler_config_of
+from engine.scheduler_config import scheduler_config_of, totals_of
 from engine.timeline import Timelines, core_values, stage_values
 from ipc.channel import STEP_MESSAGE_BYTES, open_socket
 from ipc.codec import Frame, encode
@@ -46,6 +47,7 @@ from ipc.messages import (
     TimelineReport,
 )
 from ipc.spans import NO_STEP, Kind, Recorder
+from ipc.structured import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -98,24 +100,13 @@ class EngineCore:
         """Accepted while no epoch was ready."""
         self._grammars = GrammarCompiler(lambda: load_vocabulary(files, config.vocab_size, config.eos_token_ids))
         """Has the requests whose grammar isn't ready yet; neither queue nor scheduler knows of them."""
-        self._requests: dict[tuple[ClientId, str], Request] = {}
-        """Every open request; leaving it is what makes a final message final."""
+        self._open = OpenRequests()
+        """Leaving it is what makes a final message final."""
         self._waiting_to_attach: set[ClientId] = set()
         self._failed_epochs = 0
         self._num_restarts = 0
         self._num_requests = 0
-        self._totals = dict.fromkeys(
-            (
-                "preemptions_total",
-                "generation_tokens_total",
-                "prompt_tokens_total",
-                "prefix_cache_query_tokens_total",
-                "prefix_cache_hit_tokens_total",
-                "draft_tokens_total",
-                "accepted_draft_tokens_total",
-            ),
-            0,
-        )
+        self._totals: dict[str, int] = {}
         """Of past epochs."""
         self._deadlines = Deadlines()
         """Of open requests."""
@@ -229,9 +220,10 @@ class EngineCore:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for request in self._deadlines.take_due(now):
-            self._abort(request, "timeout")
-        if self._drain_deadline is not None and (not self._requests or now >= self._drain_deadline):
+        for request in reversed(self._deadlines.take_due(now)):
+            if not request.is_closed:
+                self._abort(request, "timeout")
+        if self._drain_deadline is not None and (not self._open or now >= self._drain_deadline):
             self._drain_deadline = None
             self._fail_all(RequestError("the engine is shutting down", code="unavailable"))
             self._send_masks()
@@ -319,12 +311,9 @@ class EngineCore:
         for client in self._waiting_to_attach:
             self._gateway.send_frames(client, self._info_frames)
         self._waiting_to_attach.clear()
-        while self._queue:
-            request = self._queue.popleft()
-            try:
-                self._scheduler.add(request)
-            except RequestError as error:
-                self._fail(request, error)
+        queued, self._queue = self._queue, deque()
+        for request in queued:
+            self._start(request)
 
     def _on_epoch_ended(self, event: EpochEnded) -> None:
         if self._agent_deadline is None:
@@ -336,7 +325,8 @@ class EngineCore:
             self._totals = self._totals_with(stats)
             lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
             for request in self._scheduler.unfinished():
-                self._fail(request, lost)
+                if not request.is_closed:
+                    self._fail(request, lost)
             self._scheduler = None
         self._num_restarts += 1
         self._failed_epochs = 0 if produced else self._failed_epochs + 1
@@ -354,9 +344,9 @@ class EngineCore:
                 except RequestError as error:
                     self._gateway.fail(client, message.request_id, error)
             case AbortRequest() as message:
-                request = self._requests.get((client, message.request_id))
-                if request is not None:
-                    self._abort(request, "stop" if message.reason == "stop" else "abort")
+                for request in self._open.find(client, message.request_id, message.index):
+                    if not request.is_closed:
+                        self._abort(request, "stop" if message.reason == "stop" else "abort")
             case Attach():
                 if self._info is None:
                     self._waiting_to_attach.add(client)
@@ -372,60 +362,48 @@ class EngineCore:
             raise RequestError("the engine is shutting down; send it to another one", code="unavailable")
         if self._info is None:
             raise RequestError("the engine is still starting; attach first", code="unavailable")
-        key = (client, message.request_id)
-        if key in self._requests:
+        if (client, message.request_id) in self._open:
             raise RequestError(
                 f"request_id={message.request_id!r} is already open; the request that has it goes on",
-                code="duplicate",
-                field="request_id",
-            )
+                code="duplicate", field="request_id",
+            )  # fmt: skip
         check_request(message, self._info)
-        if len(self._requests) >= self._config.max_num_seqs + self._config.max_queued_requests:
-            raise RequestError(
-                f"{len(self._requests)} requests are open, --max-queued-requests allows "
-                f"{self._config.max_queued_requests} to wait; try again later",
-                code="unavailable",
-            )
-        num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
-        check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
-        self._num_requests += 1
         params = message.params
-        if params.seed is None:
-            params = replace(params, seed=self._seeds.getrandbits(62))
-        cache_key_parts: tuple[tuple[int, bytes], ...] = ()
-        if params.cache_salt is not None:
-            cache_key_parts = ((0, b"salt:" + params.cache_salt.encode()),)
-            params = replace(params, cache_salt=None)  # workers have no use for it
-        structured = params.structured
-        if structured is not None:
-            params = replace(params, structured=None)  # workers get masks
-        now = time.monotonic()
-        request = Request(
-            request_id=message.request_id,
-            internal_id=self._num_requests,
-            client=client,
-            prompt_token_ids=message.prompt_token_ids,
-            params=params,
-            output_token_ids=message.output_token_ids.tolist(),
-            priority=message.priority,
-            takes_updates=message.takes_updates,
-            arrival_time=now,
-            deadline=None if message.timeout_s is None else now + message.timeout_s,
-            cache_key_parts=cache_key_parts,
+        check_open_room(len(self._open), params.n, self._config.max_num_seqs, self._config.max_queued_requests)
+        num_tokens = params.n * (message.prompt_token_ids.size + message.output_token_ids.size)
+        check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        requests = choices_of(message, client, first_id=self._num_requests + 1, seed=seed, now=time.monotonic())
+        self._num_requests += len(requests)
+        shares_blocks = (
+            self._config.prefix_caching and params.prefix_caching
+            and message.prompt_token_ids.size > self._config.block_size
         )
-        if structured is not None:
-            self._grammars.submit(request, structured)
-        else:
-            self._enqueue(request)
-        self._requests[key] = request
-        self._deadlines.add(request)
+        self._open.add(requests)
+        for request in requests:
+            self._deadlines.add(request)
+        if shares_blocks or params.structured is not None:
+            self._open.hold(requests, params.structured, waits_for_blocks=shares_blocks)
+            del requests[1:]
+        for request in requests:
+            self._start(request, params.structured)
 
     def _on_compiled(self, request: Request, outcome: AnswerGrammar | RequestError) -> None:
+        if isinstance(outcome, RequestError):
+            self._fail(request, outcome)
+            return
+        request.grammar = outcome
+        for ready in (request, *self._open.compiled(request, outcome)):
+            self._start(ready)
+
+    def _start(self, request: Request, structured: StructuredOutput | None = None) -> None:
+        """Queue an open request, or have its form compiled first; nothing happens to one that is over."""
+        if request.is_closed:
+            return
         try:
-            if isinstance(outcome, RequestError):
-                raise outcome
-            request.grammar = outcome
-            if outcome.is_complete:
+            if structured is not None:
+                self._grammars.submit(request, structured)
+            elif request.grammar is not None and request.grammar.is_complete:
                 self._send_output(request, RequestProgress(request=request, new_token_ids=[]), finish_reason="stop")
             else:
                 self._enqueue(request)
@@ -440,7 +418,7 @@ class EngineCore:
 
     def _withdraw(self, request: Request, reason: str) -> None:
         """Take an open request out of wherever it is."""
-        if self._grammars.cancel(request):
+        if self._open.cancel(request) or self._grammars.cancel(request):
             return
         if self._scheduler is None:
             self._queue.remove(request)
@@ -452,7 +430,7 @@ class EngineCore:
             num_queued = sum(request.num_tokens for request in self._queue)
         else:
             num_queued = self._scheduler.num_waiting_tokens
-        return num_queued + self._grammars.num_pending_tokens
+        return num_queued + self._grammars.num_pending_tokens + self._open.num_held_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
         self._withdraw(request, reason)
@@ -465,6 +443,9 @@ class EngineCore:
         if progress.error is not None:
             self._fail(request, progress.error)
             return
+        if progress.new_token_ids:
+            for other in self._open.release(request):
+                self._start(other)
         if request.grammar is not None and request.grammar.is_complete and progress.new_token_ids:
             # With "stop", the last token of a message is the one that ended the answer. Here it is a part of it.
             self._tell(request, progress, None)
@@ -493,25 +474,34 @@ class EngineCore:
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
+            index=request.index,
         ))
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        self._close(request)
+        """An error of one that is nowhere any more, which ends all choices of what its client asked for."""
+        for choice in self._open.find(request.client, request.request_id):
+            if choice is not request:
+                self._withdraw(choice, "abort")
+            self._close(choice)
+        self._gateway.send_updates()
         self._gateway.fail(request.client, request.request_id, error)
 
     def _close(self, request: Request) -> None:
         """From here on it gets no more messages."""
         request.is_closed = True
-        del self._requests[request.client, request.request_id]
         self._deadlines.discard(request)
+        following = self._open.remove(request)
+        if following is not None:
+            self._start(*following)
 
     def _fail_all(self, error: RequestError) -> None:
-        for request in list(self._requests.values()):
-            self._withdraw(request, "abort")
-            self._fail(request, error)
+        for request in self._open:
+            if not request.is_closed:
+                self._withdraw(request, "abort")
+                self._fail(request, error)
 
     def _drop_client(self, client: ClientId) -> None:
-        gone = [request for (owner, _), request in self._requests.items() if owner == client]
+        gone = [request for request in self._open if request.client == client]
         for request in gone:
             self._withdraw(request, "abort")
             self._close(request)
@@ -565,18 +555,18 @@ class EngineCore:
             "epoch": self._executor.epoch,
             "num_stages": self._config.num_stages,
             "requests_running": 0,
-            "requests_waiting": len(self._queue),
+            "requests_waiting": len(self._queue) + self._open.num_held,
             "kv_blocks_total": 0,
             "kv_blocks_free": 0,
             "steps_in_flight": 0,
             "worker_restarts_total": self._num_restarts,
-            **self._totals,
+            **self._totals_with(None),
         }
         if self._scheduler is not None:
             stats = self._scheduler.stats()
             values.update(
                 requests_running=stats.running,
-                requests_waiting=stats.waiting,
+                requests_waiting=stats.waiting + self._open.num_held,
                 kv_blocks_total=stats.total_blocks,
                 kv_blocks_free=stats.free_blocks,
                 steps_in_flight=stats.steps_in_flight,
@@ -586,15 +576,6 @@ class EngineCore:
             )
         return values | core_values(self._recorder) | stage_values(self._executor.stage_reports())
 
-    def _totals_with(self, stats: SchedulerStats) -> dict[str, int]:
-        of_epoch = {
-            "preemptions_total": stats.preemptions,
-            "generation_tokens_total": stats.num_generated_tokens,
-            "prompt_tokens_total": stats.num_prompt_tokens,
-            "prefix_cache_query_tokens_total": stats.prefix_query_tokens,
-            "prefix_cache_hit_tokens_total": stats.prefix_hit_tokens,
-            "draft_tokens_total": stats.num_draft_tokens,
-            "accepted_draft_tokens_total": stats.num_accepted_draft_tokens,
-        }
-        return {name: total + of_epoch[name] for name, total in self._totals.items()}
+    def _totals_with(self, stats: SchedulerStats | None) -> dict[str, int]:
+        return {name: self._totals.get(name, 0) + count for name, count in totals_of(stats).items()}
 

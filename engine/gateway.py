@@ -112,6 +112,7 @@ class Gateway:
         updates.counts.append(len(new_token_ids))
         updates.token_ids += new_token_ids
         updates.num_output_tokens.append(len(request.output_token_ids))
+        updates.indices.append(request.index)
 
     def send_updates(self) -> None:
         """Queue what ``update`` collected, a message for each client. To be called before a request's next message."""
@@ -122,6 +123,7 @@ class Gateway:
                 counts=updates.counts,
                 token_ids=updates.token_ids,
                 num_output_tokens=updates.num_output_tokens,
+                indices=updates.indices if any(updates.indices) else [],
             ))
         self._updates.clear()
 
@@ -180,6 +182,7 @@ class _Updates:
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
 
 
 def _check_path(address: str) -> None:

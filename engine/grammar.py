@@ -4,6 +4,7 @@ The grammar sees the same bytes of a token that the detokenizer adds to the text
 it asked for. llguidance is optional: this module is imported when the first grammar comes.
 """
 
+import copy
 import json
 import re
 from typing import Any
@@ -51,6 +52,12 @@ class Grammar:
     def copy(self, params: SamplingParams) -> "Grammar":
         """For another answer, which goes on from here."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary, params)
+
+    def fork(self) -> "Grammar":
+        """See ``AnswerGrammar``. What was found out of the next token is shared: it is never changed, only replaced."""
+        twin = copy.copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
 
     def accept(self, token_id: int) -> None:
         """See ``AnswerGrammar``."""

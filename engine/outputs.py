@@ -1,7 +1,7 @@
 """What a text client's consumer gets, and how the core's messages become it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.text.detokenizer import Detokenizer
@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The state of one request after some new tokens."""
+    """The state of one request, or of one of its choices, after some new tokens."""
 
     request_id: str
     delta: str
@@ -73,11 +73,41 @@ class Output:
 
     usage: Usage
     seed: int
-    """The one in use, drawn by the engine where none was given: the same seed gives the same tokens again."""
+    """The one in use, drawn by the engine where none was given: the same seed gives the same tokens again. Choices behind
+    the first have seeds derived from the request's."""
+
+    index: int = 0
+    """Which of the request's ``n`` choices this is; everything else in here is of this choice alone."""
+
+
+class Answers:
+    """Builds the outputs of one request, choice by choice."""
+
+    def __init__(self, answers: Sequence["Answer"]) -> None:
+        """One for each choice, in order."""
+        self.request_id = answers[0].request_id
+        self._answers = answers
+        self._open = set(range(len(answers)))
+
+    @property
+    def are_over(self) -> bool:
+        return not self._open
+
+    def take(self, message: RequestOutput) -> Output | None:
+        """The next output; None for what the core made of a choice before it heard that a stop string had ended it.
+
+        A finish reason in it that ``message`` has not means that a stop string matched.
+        """
+        if message.index not in self._open:
+            return None
+        output = self._answers[message.index].take(message)
+        if output.finish_reason is not None:
+            self._open.remove(message.index)
+        return output
 
 
 class Answer:
-    """Builds the outputs of one request from the core's messages."""
+    """Builds the outputs of one choice from the core's messages."""
 
     def __init__(
         self,
@@ -132,6 +162,7 @@ class Answer:
                 cached_tokens=message.num_cached_tokens,
             ),
             seed=message.seed,
+            index=message.index,
         )
 
     def _append(self, message: RequestOutput) -> str:

@@ -207,6 +207,26 @@ class Deadlines:
         return due
 
 
+def check_open_room(num_open: int, num_choices: int, max_num_seqs: int, max_queued_requests: int) -> None:
+    """Refuse what would be more open requests than run and may wait; each choice counts as one.
+
+    Raises:
+        RequestError: with the numbers.
+    """
+    most = max_num_seqs + max_queued_requests
+    if num_choices > most:
+        raise RequestError(
+            f"n={num_choices} is more than the {most} requests that may be open at once (--max-num-seqs and "
+            "--max-queued-requests)",
+            field="n",
+        )
+    if num_open + num_choices > most:
+        raise RequestError(
+            f"{num_open} requests are open, --max-queued-requests allows {max_queued_requests} to wait; try again later",
+            code="unavailable",
+        )
+
+
 def check_queue_room(num_waiting_tokens: int, num_tokens: int, max_queued_tokens: int) -> None:
     """Refuse what a full queue can't take; an empty one takes any request.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.outputs import Answer
+from engine.outputs import Answer, Answers
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import RequestError
@@ -62,8 +62,16 @@ class TextSide:
         text = self._template.render(messages, **variables)
         return self._checked(tokenizer.encode(text, add_special_tokens=False), params, "messages")
 
-    def answer(self, request_id: str, prepared: Prepared) -> Answer:
-        params, tokenizer = prepared.params, self._tokenizer
+    def answers(self, request_id: str, prepared: Prepared) -> Answers:
+        """What makes outputs of the core's messages, for each choice."""
+        params = prepared.params
+        others = replace(params, prompt_logprobs=None)  # they come with the first choice
+        return Answers([
+            self._answer(request_id, prepared, params if index == 0 else others) for index in range(params.n)
+        ])
+
+    def _answer(self, request_id: str, prepared: Prepared, params: SamplingParams) -> Answer:
+        tokenizer = self._tokenizer
         if tokenizer is None:
             return Answer(request_id, params, len(prepared.token_ids), None, lambda token_id: b"")
         detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)

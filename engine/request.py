@@ -54,6 +54,9 @@ class AnswerGrammar(Protocol):
     def accept(self, token_id: int) -> None:
         """The answer goes on with this token. Raises RequestError when the grammar does not allow it."""
 
+    def fork(self) -> "AnswerGrammar":
+        """The same for another answer, which goes on from here."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
@@ -73,6 +76,8 @@ class Request:
     """``seed`` is set."""
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
+    index: int = 0
+    """Which of the answers to its prompt it is: choices share ``request_id`` and differ in their seeds."""
     arrival_time: float = 0.0
     takes_updates: bool = False
     """Whether its client reads TokenUpdates."""

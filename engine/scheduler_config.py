@@ -119,3 +119,16 @@ class SchedulerStats:
     """Guesses that were computed."""
     num_accepted_draft_tokens: int
     """Those of them that were right."""
+
+
+def totals_of(stats: SchedulerStats | None) -> dict[str, int]:
+    """What of it is told as sums over all epochs; zeros without an epoch."""
+    return {
+        "preemptions_total": 0 if stats is None else stats.preemptions,
+        "generation_tokens_total": 0 if stats is None else stats.num_generated_tokens,
+        "prompt_tokens_total": 0 if stats is None else stats.num_prompt_tokens,
+        "prefix_cache_query_tokens_total": 0 if stats is None else stats.prefix_query_tokens,
+        "prefix_cache_hit_tokens_total": 0 if stats is None else stats.prefix_hit_tokens,
+        "draft_tokens_total": 0 if stats is None else stats.num_draft_tokens,
+        "accepted_draft_tokens_total": 0 if stats is None else stats.num_accepted_draft_tokens,
+    }

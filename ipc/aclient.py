@@ -18,9 +18,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
-    Outcome,
     Scalar,
-    ToldOutputs,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -29,20 +27,19 @@ from ipc.conversation import (
     check_timeout,
     connect,
     control_frames,
-    error_of,
-    is_final,
     open_dealer,
     read_answer,
     timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
+from ipc.messages import ControlReply, ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
+from ipc.routes import Item, Last, Routes
 
 log = logging.getLogger(__name__)
 
-_Inbox = asyncio.Queue[RequestOutput | Failure | None]
+_Inbox = asyncio.Queue[Item | None]
 """None stands behind the last output, for readers that wait in other tasks."""
 
 
@@ -94,20 +91,21 @@ class AsyncTokenClient:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> "AsyncTokenStream":
-        """Submit a request now; ``async for`` over the result gives its outputs.
+        """Submit a request now; ``async for`` over the result gives its outputs, with ``params.n`` those of all choices.
 
         Raises:
             RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
             PeerLost: the core is gone.
         """
         request_id = check_request_id(request_id)
-        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority, timeout_s)
+        params = params or SamplingParams()
+        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s)
         connection = self._attached()
-        return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames))
+        return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames, params.n))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output. Harmless for ids that are unknown or over."""
-        self._attached().send(abort_frames(check_request_id(request_id)))
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its choices; each gets a last output. Harmless for ids that are unknown or over."""
+        self._attached().send(abort_frames(check_request_id(request_id), index=index))
 
     async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name. Raises PeerLost or RequestError."""
@@ -142,7 +140,7 @@ class AsyncTokenClient:
 
 
 class AsyncTokenStream:
-    """Outputs of one request, in order; ends behind the one that has a finish reason.
+    """Outputs of one request, in order; ends when each of its choices had the one that has a finish reason.
 
     Closing it early (also by dropping it) aborts the request at the core. So does cancelling: a stream whose reader is
     cancelled, while it waits for an output or works on one, is closed, whoever still holds it. That includes a deadline
@@ -176,10 +174,16 @@ class AsyncTokenStream:
             if item is None:
                 raise StopAsyncIteration
             raise item.error
-        if item.finish_reason is not None:
+        if isinstance(item, Last):
             self._is_over = True
             self._inbox.put_nowait(None)
+            return item.output
         return item
+
+    def end_choice(self, index: int, reason: str = "abort") -> None:
+        """End one choice at the core if it had not ended; it gets a last output."""
+        if not self._is_over:
+            self._connection.end_choice(self.request_id, self._inbox, abort_frames(self.request_id, reason, index))
 
     def close(self, reason: str = "abort") -> None:
         """Stop reading; the request ends at the core if it had not. Idempotent."""
@@ -220,9 +224,7 @@ class _AsyncConnection:
         self.attached: asyncio.Future[ModelInfo] = self.loop.create_future()
         self.lost: str | None = None
         self._hello = hello
-        self._streams: dict[str, _Inbox] = {}
-        self._told = ToldOutputs()
-        self._abandoned: dict[str, int] = {}
+        self._routes: Routes[_Inbox] = Routes()
         self._questions: dict[int, asyncio.Future[ControlReply | TimelineReply]] = {}
         self._question_ids = itertools.count(1)
         self._context = zmq.asyncio.Context()
@@ -245,20 +247,24 @@ class _AsyncConnection:
         except TimeoutError:
             raise PeerLost(f"no engine answered at {self.address} within {timeout_s:g} s; is `brigade serve` running there?") from None
 
-    def open_stream(self, request_id: str, frames: list[Frame]) -> _Inbox:
-        if request_id in self._streams:
+    def open_stream(self, request_id: str, frames: list[Frame], num_choices: int) -> _Inbox:
+        if request_id in self._routes:
             rule = f"request_id={request_id!r} names a request of this client that is still open"
             raise RequestError(rule, field="request_id")
-        inbox = self._streams[request_id] = asyncio.Queue()
+        inbox: _Inbox = asyncio.Queue()
+        self._routes.open(request_id, inbox, num_choices)
         self.send(frames)
         return inbox
 
     def abandon_stream(self, request_id: str, inbox: _Inbox, reason: str) -> None:
         """Abort, and drop what still comes for it: exactly one final message, before any of a later namesake."""
-        if self.lost is None and self._streams.get(request_id) is inbox:
-            del self._streams[request_id]
-            self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
+        if self.lost is None and self._routes.abandon(request_id, inbox):
             self.send(abort_frames(request_id, reason))
+
+    def end_choice(self, request_id: str, inbox: _Inbox, frames: list[Frame]) -> None:
+        """Nothing is sent of a stream that is over: its id may be another's by now."""
+        if self.lost is None and self._routes.has(request_id, inbox):
+            self.send(frames)
 
     async def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> ControlReply | TimelineReply:
         check_timeout(timeout_s)
@@ -282,7 +288,7 @@ class _AsyncConnection:
     async def aclose(self) -> None:
         can_send = self.lost is None and self.attached.done()
         if can_send:
-            for request_id in self._streams:
+            for request_id in self._routes:
                 self.send(abort_frames(request_id))
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
@@ -331,25 +337,8 @@ class _AsyncConnection:
             if question is not None and not question.done():
                 question.set_result(answer)
         else:
-            for outcome in self._told.expand(answer):
-                self._deliver(outcome)
-
-    def _deliver(self, answer: Outcome) -> None:
-        request_id = answer.request_id
-        if request_id in self._abandoned:
-            if is_final(answer):
-                self._abandoned[request_id] -= 1
-                if not self._abandoned[request_id]:
-                    del self._abandoned[request_id]
-            return
-        inbox = self._streams.get(request_id)
-        if inbox is None:
-            if isinstance(answer, RequestFailed):
-                log.warning("the core refused a message: %s", answer.reason)
-            return
-        if is_final(answer):
-            del self._streams[request_id]
-        inbox.put_nowait(Failure(error_of(answer)) if isinstance(answer, RequestFailed) else answer)
+            for inbox, item in self._routes.take(answer):
+                inbox.put_nowait(item)
 
     def _note_failed_task(self, task: "asyncio.Task[None]") -> None:
         """A reader that fails must not leave others waiting for ever."""
@@ -361,12 +350,11 @@ class _AsyncConnection:
         if self.lost is not None:
             return
         self.lost = reason
-        for inbox in self._streams.values():
-            inbox.put_nowait(Failure(PeerLost(reason)))
+        for inbox, item in self._routes.end_all(PeerLost(reason)):
+            inbox.put_nowait(item)
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(PeerLost(reason))
-        self._streams.clear()
         self._close_sockets(linger_s)
 
     def _close_sockets(self, linger_s: float) -> None:

@@ -22,9 +22,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
-    Outcome,
     Scalar,
-    ToldOutputs,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -33,21 +31,20 @@ from ipc.conversation import (
     check_timeout,
     connect,
     control_frames,
-    error_of,
-    is_final,
     open_dealer,
     read_answer,
     timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestFailed, RequestOutput, TimelineReply
+from ipc.messages import ControlReply, ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.promptness import prompt_threads
+from ipc.routes import Item, Last, Routes
 
 log = logging.getLogger(__name__)
 
-_Inbox = queue.SimpleQueue[RequestOutput | ModelInfo | ControlReply | TimelineReply | Failure | None]
+_Inbox = queue.SimpleQueue[Item | ModelInfo | ControlReply | TimelineReply | None]
 """None stands behind the last output of a stream, for readers that wait in other threads."""
 
 
@@ -91,19 +88,20 @@ class TokenClient:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> "TokenStream":
-        """Submit a request now; iterate over the result for its outputs.
+        """Submit a request now; iterate over the result for its outputs, with ``params.n`` those of all choices.
 
         Raises:
             RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
             PeerLost: the core is gone.
         """
         request_id = check_request_id(request_id)
-        frames = add_request_frames(request_id, token_ids, params or SamplingParams(), priority, timeout_s)
-        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames))
+        params = params or SamplingParams()
+        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s)
+        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames, params.n))
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output. Harmless for ids that are unknown or over."""
-        self._connection.send(abort_frames(check_request_id(request_id)))
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its choices; each gets a last output. Harmless for ids that are unknown or over."""
+        self._connection.send(abort_frames(check_request_id(request_id), index=index))
 
     def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name. Raises PeerLost or RequestError."""
@@ -132,7 +130,7 @@ class TokenClient:
 
 
 class TokenStream:
-    """Outputs of one request, in order; ends behind the one that has a finish reason.
+    """Outputs of one request, in order; ends when each of its choices had the one that has a finish reason.
 
     Closing it early (also by dropping it) aborts the request at the core. Threads that read one stream get different
     outputs of it; when it is over, it is over for all of them.
@@ -158,11 +156,16 @@ class TokenStream:
             if item is None:
                 raise StopIteration
             raise item.error
-        output = cast(RequestOutput, item)
-        if output.finish_reason is not None:
+        if isinstance(item, Last):
             self._is_over = True
             self._inbox.put(None)
-        return output
+            return item.output
+        return cast(RequestOutput, item)
+
+    def end_choice(self, index: int, reason: str = "abort") -> None:
+        """End one choice at the core if it had not ended; it gets a last output."""
+        if not self._is_over:
+            self._client._connection.end_choice(self.request_id, self._inbox, abort_frames(self.request_id, reason, index))
 
     def close(self, reason: str = "abort") -> None:
         """Stop reading; the request ends at the core if it had not. Idempotent."""
@@ -202,9 +205,7 @@ class _Connection:
         self._wake_out.setblocking(False)
         # From here on the IO thread's own:
         self._model: ModelInfo | None = None
-        self._streams: dict[str, _Inbox] = {}
-        self._told = ToldOutputs()
-        self._abandoned: dict[str, int] = {}
+        self._routes: Routes[_Inbox] = Routes()
         self._questions: dict[int, _Inbox] = {}
         self._unsent: deque[list[Frame]] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -230,16 +231,19 @@ class _Connection:
             raise item.error
         return cast(ModelInfo, item)
 
-    def open_stream(self, request_id: str, frames: list[Frame]) -> _Inbox:
+    def open_stream(self, request_id: str, frames: list[Frame], num_choices: int) -> _Inbox:
         self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
-        self._post(partial(self._open, request_id, inbox, frames))
+        self._post(partial(self._open, request_id, inbox, frames, num_choices))
         if self._lost is not None:
             inbox.put(Failure(PeerLost(self._lost)))
         return inbox
 
     def abandon_stream(self, request_id: str, inbox: _Inbox, reason: str) -> None:
         self._post(partial(self._abandon, request_id, inbox, reason))
+
+    def end_choice(self, request_id: str, inbox: _Inbox, frames: list[Frame]) -> None:
+        self._post(partial(self._end_choice, request_id, inbox, frames))
 
     def send(self, frames: list[Frame]) -> None:
         self._raise_if_lost()
@@ -340,25 +344,8 @@ class _Connection:
                 if (asker := self._questions.pop(answer.control_id, None)) is not None:
                     asker.put(answer)
             else:
-                for outcome in self._told.expand(answer):
-                    self._deliver(outcome)
-
-    def _deliver(self, answer: Outcome) -> None:
-        request_id = answer.request_id
-        if request_id in self._abandoned:
-            if is_final(answer):
-                self._abandoned[request_id] -= 1
-                if not self._abandoned[request_id]:
-                    del self._abandoned[request_id]
-            return
-        inbox = self._streams.get(request_id)
-        if inbox is None:
-            if isinstance(answer, RequestFailed):
-                log.warning("the core refused a message: %s", answer.reason)
-            return
-        if is_final(answer):
-            del self._streams[request_id]
-        inbox.put(Failure(error_of(answer)) if isinstance(answer, RequestFailed) else answer)
+                for inbox, item in self._routes.take(answer):
+                    inbox.put(item)
 
     def _drain_wake(self) -> None:
         try:
@@ -374,22 +361,25 @@ class _Connection:
                 return
             command()
 
-    def _open(self, request_id: str, inbox: _Inbox, frames: list[Frame]) -> None:
+    def _open(self, request_id: str, inbox: _Inbox, frames: list[Frame], num_choices: int) -> None:
         if self._lost is not None:
             inbox.put(Failure(PeerLost(self._lost)))
-        elif request_id in self._streams:
+        elif request_id in self._routes:
             rule = f"request_id={request_id!r} names a request of this client that is still open"
             inbox.put(Failure(RequestError(rule, field="request_id")))
         else:
-            self._streams[request_id] = inbox
+            self._routes.open(request_id, inbox, num_choices)
             self._unsent.append(frames)
 
     def _abandon(self, request_id: str, inbox: _Inbox, reason: str) -> None:
         """Abort, and drop what still comes for it: exactly one final message, before any of a later namesake."""
-        if self._lost is None and self._streams.get(request_id) is inbox:
-            del self._streams[request_id]
-            self._abandoned[request_id] = self._abandoned.get(request_id, 0) + 1
+        if self._lost is None and self._routes.abandon(request_id, inbox):
             self._unsent.append(abort_frames(request_id, reason))
+
+    def _end_choice(self, request_id: str, inbox: _Inbox, frames: list[Frame]) -> None:
+        """Nothing is sent of a stream that is over: its id may be another's by now."""
+        if self._lost is None and self._routes.has(request_id, inbox):
+            self._unsent.append(frames)
 
     def _ask(self, control_id: int, inbox: _Inbox, frames: list[Frame]) -> None:
         if self._lost is not None:
@@ -406,10 +396,12 @@ class _Connection:
         can_send = self._stopping and self._model is not None
         if can_send:
             self._run_commands()
-            self._unsent.extend(abort_frames(request_id) for request_id in self._streams)
+            self._unsent.extend(abort_frames(request_id) for request_id in self._routes)
             self._send_unsent()
         self._lost = reason
-        for inbox in (*self._streams.values(), *self._questions.values(), self._attached):
+        for reader, item in self._routes.end_all(PeerLost(reason)):
+            reader.put(item)
+        for inbox in (*self._questions.values(), self._attached):
             inbox.put(Failure(PeerLost(reason)))
         self._run_commands()
         self._close_sockets(linger_s=CLOSE_LINGER_S if can_send else 0)

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ipc.messages import (
     TimelineReply,
     TokenUpdates,
 )
-from ipc.params import MAX_TOKEN_ID, SamplingParams
+from ipc.params import MAX_CHOICES, MAX_TOKEN_ID, SamplingParams
 from ipc.promptness import prompt_threads
 
 ATTACH_TIMEOUT_S = 10.0
@@ -56,41 +56,6 @@ class Failure:
     """A final item of a stream: the error that its reader is to raise."""
 
     error: RequestError | PeerLost
-
-
-class ToldOutputs:
-    """What the core told last of each open request: its updates say only what is new."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, RequestOutput] = {}
-
-    def expand(self, answer: Outcome | TokenUpdates) -> list[Outcome]:
-        """The same as one message per request."""
-        if isinstance(answer, TokenUpdates):
-            return list(self._outputs_of(answer))
-        if is_final(answer):
-            self._latest.pop(answer.request_id, None)
-        else:
-            assert isinstance(answer, RequestOutput)
-            self._latest[answer.request_id] = answer
-        return [answer]
-
-    def _outputs_of(self, updates: TokenUpdates) -> Iterator[RequestOutput]:
-        end = 0
-        for request_id, count, total in zip(
-            updates.request_ids, updates.counts, updates.num_output_tokens, strict=True
-        ):
-            start, end = end, end + count
-            if (latest := self._latest.get(request_id)) is not None:
-                yield RequestOutput(
-                    core_id=latest.core_id,
-                    request_id=request_id,
-                    new_token_ids=updates.token_ids[start:end],
-                    num_prompt_tokens=latest.num_prompt_tokens,
-                    num_output_tokens=total,
-                    seed=latest.seed,
-                    num_cached_tokens=latest.num_cached_tokens,
-                )
 
 
 def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
@@ -138,8 +103,11 @@ def add_request_frames(
     ))
 
 
-def abort_frames(request_id: str, reason: str = "abort") -> list[Frame]:
-    return encode(AbortRequest(request_id=request_id, reason=reason))
+def abort_frames(request_id: str, reason: str = "abort", index: int | None = None) -> list[Frame]:
+    """Raises RequestError for what is no index."""
+    if index is not None and (type(index) is not int or not 0 <= index < MAX_CHOICES):
+        raise RequestError(f"index={_shown(index)} must be an integer from 0 to {MAX_CHOICES - 1}", field="index")
+    return encode(AbortRequest(request_id=request_id, reason=reason, index=index))
 
 
 def control_frames(control_id: int, op: str, seconds: float = 1.0) -> list[Frame]:
@@ -180,6 +148,8 @@ def _check_columns(updates: TokenUpdates) -> None:
     counts = updates.counts
     if not len(updates.request_ids) == len(counts) == len(updates.num_output_tokens):
         raise ProtocolError("TokenUpdates", "has columns of different lengths")
+    if updates.indices and len(updates.indices) != len(counts):
+        raise ProtocolError("TokenUpdates.indices", f"has {len(updates.indices)} entries for {len(counts)} requests")
     if min(counts, default=0) < 0 or sum(counts) != len(updates.token_ids):
         raise ProtocolError("TokenUpdates.counts", f"don't add up to {len(updates.token_ids)} tokens")
 

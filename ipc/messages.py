@@ -412,14 +412,18 @@ class Attach:
 
 @message(tag=33)
 class AddRequest:
-    """client -> core: generate. Answered with RequestOutput messages, or one RequestFailed."""
+    """client -> core: generate. Answered with RequestOutput messages, or one RequestFailed.
+
+    With ``params.n`` above 1 each choice has outputs of its own, told apart by their index, and a last one. The request
+    is over when all of its choices are.
+    """
 
     request_id: RequestId
     """Unique among this client's open requests."""
     prompt_token_ids: IdBuffer
     params: SamplingParams
     output_token_ids: IdBuffer = field(default_factory=lambda: np.zeros(0, np.int32))
-    """On resubmission: what was received before; generation goes on behind it."""
+    """On resubmission: what was received before; generation goes on behind it. Only with one choice."""
     priority: Annotated[int, Bounds(-(1 << 31), (1 << 31) - 1)] = 0
     """With ``--scheduling-policy priority``: the lowest number runs first."""
     timeout_s: float | None = None
@@ -435,6 +439,8 @@ class AbortRequest:
     request_id: RequestId
     reason: Name = "abort"
     """Becomes the finish reason: "abort", or "stop" when a stop string matched."""
+    index: U32 | None = None
+    """Ends this one of the request's choices alone; None ends them all."""
 
 
 @message(tag=35)
@@ -504,6 +510,8 @@ class RequestOutput:
     prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: U32 = 0
     """Of the prompt, those that the prefix cache had when the request first ran."""
+    index: U32 = 0
+    """Which of the request's ``n`` choices this is of. Prompt log probabilities come with choice 0 only."""
 
 
 @message(tag=53)
@@ -522,11 +530,13 @@ class TokenUpdates:
     """Those of the first request, then of the second, and so on."""
     num_output_tokens: Ints
     """All so far of each, those of this message included."""
+    indices: Ints = field(default_factory=list)
+    """Which choice each is of; left out when all are 0."""
 
 
 @message(tag=50)
 class RequestFailed:
-    """core -> client: this request is over with an error; nothing more will come."""
+    """core -> client: this request is over with an error, with all of its choices; nothing more will come."""
 
     core_id: U64
     request_id: Annotated[str, Bounds(0, 128)]

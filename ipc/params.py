@@ -83,7 +83,8 @@ class SamplingParams:
     for none. ``logprobs_mode`` says of which distribution."""
 
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, from its second one on; always of the model's raw logits."""
+    """The same for the prompt's tokens, from its second one on; always of the model's raw logits. With several choices they
+    come with the first."""
 
     prefix_caching: bool = True
     """Take what earlier requests computed for the same beginning, and leave the same for later ones. The tokens do not
@@ -130,7 +131,8 @@ class SamplingParams:
     """"raw": log-softmax of the model's own logits. "processed": of what a token is drawn from, after all of the rules."""
 
     n: int = 1
-    """Answers to this prompt. Engines of this version give one, and refuse a request for more."""
+    """Answers to this prompt (1 to 64), each with an index and a seed of its own: the given one for index 0, and for others
+    one derived from it and the index. They share the KV blocks of the prompt."""
 
     echo: bool = False
     """The text begins with the prompt's (done by the text clients)."""

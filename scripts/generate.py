@@ -31,6 +31,8 @@ class Answer:
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
     seed: int = 0
+    index: int = 0
+    """Which choice it is."""
     error: RequestError | None = None
 
 
@@ -50,6 +52,7 @@ class Answer:
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Draw from the k likeliest tokens; 0 from all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest, up to this sum.")
+@click.option("--n", type=int, default=1, show_default=True, help="Answers to each prompt, with seeds derived from one.")
 @click.option("--seed", type=int, help="Same seed, same tokens.  [default: drawn by the engine]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text. Repeatable.")
 @click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End after this token. Repeatable.")
@@ -91,8 +94,11 @@ def command(
     An answer can be made to have a form, by one of --json-schema, --json-object, --regex, --choice and --grammar; see
     docs/structured.md.
 
+    With --n above 1 the answers to a prompt are printed when the last of them is there, each with its index in front.
+
     With --json each line has index, prompt, text, token_ids, finish_reason ("stop" or "length") and the seed in use, or
-    for a request that failed index, prompt and error (code, message, field).
+    for a request that failed index, prompt and error (code, message, field). With --n above 1 each answer has a line of
+    its own, with choice.
 
     \b
     Exit codes:
@@ -154,13 +160,18 @@ def _answer_all(client: Client, prompts: Sequence[str], params: SamplingParams, 
     """Print every answer in order, with the requests behind it under way already. Returns how many failed."""
     num_failed = 0
     for index, (prompt, stream) in enumerate(_sent_ahead(client, prompts, params)):
-        answer = stream if isinstance(stream, Answer) else _follow(stream, streamed=not as_json)
-        num_failed += answer.error is not None
-        if as_json:
-            click.echo(json.dumps(_as_record(index, prompt, answer), ensure_ascii=False))
-        elif answer.error is not None:
-            where = f"prompt {index + 1}: " if len(prompts) > 1 else ""
-            click.echo(f"Error: {where}{answer.error}", err=True)
+        is_streamed = not as_json and params.n == 1
+        answers = [stream] if isinstance(stream, Answer) else _follow(stream, streamed=is_streamed)
+        num_failed += any(answer.error is not None for answer in answers)
+        for answer in answers:
+            if as_json:
+                record = _as_record(index, prompt, answer, shows_choice=params.n > 1)
+                click.echo(json.dumps(record, ensure_ascii=False))
+            elif answer.error is not None:
+                where = f"prompt {index + 1}: " if len(prompts) > 1 else ""
+                click.echo(f"Error: {where}{answer.error}", err=True)
+            elif not is_streamed:
+                click.echo(f"[{answer.index}] {answer.text}")
     return num_failed
 
 
@@ -179,29 +190,35 @@ def _sent_ahead(
     yield from under_way
 
 
-def _follow(stream: Iterable[Output], *, streamed: bool) -> Answer:
-    """Read one stream to its end; ``streamed`` prints the text as it comes."""
-    answer = Answer()
+def _follow(stream: Iterable[Output], *, streamed: bool) -> list[Answer]:
+    """Read one stream to its end, or to its error; ``streamed`` prints the text of the only choice as it comes."""
+    answers: dict[int, Answer] = {}
+    printed = False
+    failed: RequestError | None = None
     try:
         for output in stream:
             if streamed:
                 click.echo(output.delta, nl=False)
-            answer = Answer(
-                text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, seed=output.seed
-            )
+                printed = printed or bool(output.delta)
+            answers[output.index] = Answer(
+                text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, seed=output.seed,
+                index=output.index,
+            )  # fmt: skip
     except RequestError as error:
-        answer = Answer(text=answer.text, token_ids=answer.token_ids, error=error)
+        failed = error
     except PeerLost:
-        if streamed and answer.text:
+        if printed:
             click.echo()
         raise
-    if streamed and (answer.text or answer.error is None):
+    if streamed and (printed or failed is None):
         click.echo()
-    return answer
+    return [Answer(error=failed)] if failed is not None else [answers[index] for index in sorted(answers)]
 
 
-def _as_record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
+def _as_record(index: int, prompt: str, answer: Answer, *, shows_choice: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"index": index, "prompt": prompt}
+    if shows_choice and answer.error is None:
+        record["choice"] = answer.index
     if answer.error is not None:
         error = answer.error
         return record | {"error": {"code": error.code, "message": str(error), "field": error.field}}

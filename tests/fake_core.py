@@ -164,7 +164,7 @@ class FakeCore:
                 self.open_requests.add((client, message.request_id))
                 self.reply(self, client, message)
             elif isinstance(message, AbortRequest) and self.answers_abort and (client, message.request_id) in self.open_requests:
-                self.output(client, message.request_id, [], finish_reason=message.reason)
+                self.output(client, message.request_id, [], finish_reason=message.reason, index=message.index or 0)
             elif isinstance(message, Attach) and self.answers_attach:
                 self.send(client, replace(self.info))
             elif isinstance(message, Control) and self.answers_control:

@@ -80,6 +80,11 @@ class FakeGrammar:
     def copy(self, params: SamplingParams | None = None) -> "FakeGrammar":
         return FakeGrammar(self.num_tokens, self._key)
 
+    def fork(self) -> "FakeGrammar":
+        twin = FakeGrammar(self.num_tokens, self._key)
+        twin.accepted = list(self.accepted)
+        return twin
+
     @property
     def is_complete(self) -> bool:
         return len(self.accepted) >= self.num_tokens

@@ -1,5 +1,6 @@
 """Does the command line answer, fail and end as `brigade generate --help` says?"""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -45,10 +46,10 @@ class EchoClient:
         self.params.append(params)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
-        return self._stream(prompt)
+        return itertools.chain.from_iterable(self._stream(prompt, index) for index in reversed(range(params.n)))
 
-    def _stream(self, prompt: str) -> Iterator[Any]:
-        text = prompt.upper()
+    def _stream(self, prompt: str, index: int) -> Iterator[Any]:
+        text = prompt.upper() + "!" * index
         for end in range(1, len(text) + 1):
             if prompt.startswith("break") and end == 4:
                 raise RequestError("the engine broke", code="internal")
@@ -59,7 +60,8 @@ class EchoClient:
             finish_reason = "stop" if end == len(text) else None
             token_ids = [ord(character) for character in text[:end]]
             yield SimpleNamespace(
-                delta=text[end - 1], text=text[:end], token_ids=token_ids, finish_reason=finish_reason, seed=7
+                delta=text[end - 1], text=text[:end], token_ids=token_ids, finish_reason=finish_reason, seed=7,
+                index=index,
             )
         self.num_open -= 1
 
@@ -109,6 +111,14 @@ def test_json_lines_carry_text_ids_and_reason(client: type[EchoClient]) -> None:
         {"index": 2, "prompt": "breaks", "error": {"code": "internal", "message": "the engine broke", "field": None}},
     ]
     assert result.exit_code == generate.EXIT_REQUEST_FAILED
+
+
+def test_several_answers_are_told_apart(client: type[EchoClient]) -> None:
+    result = run("--n", "2", "ab", "breaks", "c")
+    assert result.stdout == "[0] AB\n[1] AB!\n[0] C\n[1] C!\n"
+    assert result.stderr == "Error: prompt 2: the engine broke\n" and result.exit_code == generate.EXIT_REQUEST_FAILED
+    lines = [json.loads(line) for line in run("--n", "2", "--json", "ab", "breaks").stdout.splitlines()]
+    assert [(line["index"], line.get("choice"), line.get("text")) for line in lines] == [(0, 0, "AB"), (0, 1, "AB!"), (1, None, None)]
 
 
 def test_a_failed_request_leaves_the_others_their_answers(client: type[EchoClient]) -> None:

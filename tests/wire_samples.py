@@ -89,7 +89,7 @@ SAMPLES: list[Any] = [
     m.Attach(client="test 1"),
     m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1,
         timeout_s=1.5, takes_updates=True),
-    m.AbortRequest(request_id="r", reason="stop"),
+    m.AbortRequest(request_id="r", reason="stop", index=2),
     m.Control(control_id=8, op="stats", seconds=2.5),
     m.ModelInfo(
         core_id=1, version="0.1.0", name="m", num_stages=2, vocab_size=512, max_model_len=64, max_num_seqs=8,
@@ -98,10 +98,10 @@ SAMPLES: list[Any] = [
     ),
     m.RequestOutput(
         core_id=1, request_id="r", new_token_ids=[7], finish_reason="stop", stop_reason=7, num_prompt_tokens=3,
-        num_output_tokens=2, seed=9, logprobs=LOGPROBS, prompt_logprobs=LOGPROBS, num_cached_tokens=16,
+        num_output_tokens=2, seed=9, logprobs=LOGPROBS, prompt_logprobs=LOGPROBS, num_cached_tokens=16, index=3,
     ),
     m.TokenUpdates(
-        core_id=1, request_ids=("r", "s"), counts=[1, 2], token_ids=[7, 8, 70000], num_output_tokens=[4, 9],
+        core_id=1, request_ids=("r", "s"), counts=[1, 2], token_ids=[7, 8, 70000], num_output_tokens=[4, 9], indices=[0, 1],
     ),
     m.RequestFailed(core_id=1, request_id="r", code="bad_request", reason="top_p=2 must be …", field="top_p"),
     m.ControlReply(core_id=1, control_id=8, error="e", values={"running": 3, "share": 0.5, "name": "x", "ok": True}),

@@ -3,14 +3,14 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from engine import AsyncClient, Client, SamplingParams
+from engine import AsyncClient, Client, Output, SamplingParams
 from tests import tiny
 from tests.conftest import Checkpoints
 from tests.e2e.harness import EnginePool
@@ -59,6 +59,33 @@ def test_d3_eight_streams_at_once(engines: EnginePool, checkpoints: Checkpoints)
 
     for deltas, text, token_ids in asyncio.run(all_of_them()):
         check_script(deltas, text, token_ids)
+
+
+def by_choice(outputs: Iterable[Output]) -> dict[int, list[Output]]:
+    found: dict[int, list[Output]] = {}
+    for output in outputs:
+        found.setdefault(output.index, []).append(output)
+    return found
+
+
+def test_d3_two_choices_in_one_stream(engines: EnginePool, checkpoints: Checkpoints) -> None:
+    with engines.get(checkpoints.chain, flags=CHAIN_FLAGS).client() as client:
+        outputs = by_choice(client.generate([3, 2, 0], SamplingParams(temperature=0, max_tokens=64, n=2)))
+    assert sorted(outputs) == [0, 1]
+    for own in outputs.values():
+        assert [output.finish_reason for output in own] == [None] * (len(own) - 1) + ["stop"]
+        check_script([output.delta for output in own if output.delta], own[-1].text, own[-1].token_ids)
+
+
+def test_d3_two_choices_of_random_bytes(engines: EnginePool, checkpoints: Checkpoints) -> None:
+    """Each text is what its own tokens say: nothing of one choice reaches the other."""
+    params = SamplingParams(temperature=1.0, max_tokens=48, seed=5, ignore_eos=True, n=2)
+    with engines.get(checkpoints.fx_r, flags=FLAGS).client() as client:
+        outputs = by_choice(client.generate([tiny.BOS, 9], params))
+    first, second = outputs[0][-1], outputs[1][-1]
+    assert first.token_ids != second.token_ids
+    for own in outputs.values():
+        assert "".join(output.delta for output in own) == own[-1].text == decoded(checkpoints.fx_r, own[-1].token_ids)
 
 
 def test_d3_a_stop_string_inside_tokens(engines: EnginePool, checkpoints: Checkpoints) -> None:

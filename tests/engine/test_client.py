@@ -143,6 +143,75 @@ def test_d2_a_stop_string_ends_the_request_at_the_core() -> None:
     assert [o.delta for o in outputs] == ["Ob", ""]
 
 
+def two_voices(first: Sequence[int], second: Sequence[int], *, ends: bool = True) -> Reply:
+    """Two choices, a token of each in turn."""
+
+    def reply(core: FakeCore, client: bytes, request: AddRequest) -> None:
+        for count in range(1, max(len(first), len(second)) + 1):
+            for index, tokens in enumerate((first, second)):
+                if count <= len(tokens):
+                    core.output(
+                        client, request.request_id, [tokens[count - 1]], num_prompt_tokens=1, num_output_tokens=count,
+                        seed=index, index=index, finish_reason="length" if ends and count == len(tokens) else None,
+                    )  # fmt: skip
+
+    return reply
+
+
+def spoken(outputs: Sequence[Output]) -> dict[int, str]:
+    """The text of each choice; deltas join to it, and nothing comes behind its end."""
+    texts: dict[int, str] = {}
+    over = set()
+    for output in outputs:
+        assert output.index not in over and output.seed == output.index
+        texts[output.index] = texts.get(output.index, "") + output.delta
+        assert output.text == texts[output.index]
+        if output.finish_reason is not None:
+            over.add(output.index)
+    assert over == set(texts)
+    return texts
+
+
+def test_d3_choices_have_texts_of_their_own() -> None:
+    voices = two_voices(ids("日本 😀"), ids("ča 👩‍💻 é"))
+    with fake(voices) as core, Client(core.address) as client:
+        outputs = list(client.generate("x", SamplingParams(n=2, echo=True)))
+    assert spoken(outputs) == {0: "x日本 😀", 1: "xča 👩‍💻 é"}
+    assert not any("\ufffd" in output.delta for output in outputs)
+
+    async def go() -> None:
+        with fake(voices) as core:
+            async with AsyncClient(core.address) as client:
+                outputs = [output async for output in client.generate("x", SamplingParams(n=2))]
+                assert spoken(outputs) == {0: "日本 😀", 1: "ča 👩‍💻 é"}
+
+    run(go())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stop_string_ends_its_choice_alone(is_async: bool) -> None:
+    """Both stop in the end: one after the other, each is told to the core, and the second ends the request."""
+    voices = two_voices(ids("ab! and more than that"), ids("cd and much later!e"), ends=False)
+    params = SamplingParams(n=2, stop="!")
+
+    async def read(address: str) -> list[Output]:
+        async with AsyncClient(address) as client:
+            return [output async for output in client.generate("x", params)]
+
+    with fake(voices, ) as core:
+        if is_async:
+            outputs = asyncio.run(read(core.address))
+        else:
+            with Client(core.address) as client:
+                stream = client.generate("x", params)
+                outputs = list(stream)
+                assert list(stream) == []
+        aborts = [core.next(AbortRequest)[1] for _ in range(2)]
+    assert spoken(outputs) == {0: "ab", 1: "cd and much later"}
+    assert [(output.index, output.stop_reason) for output in outputs if output.finish_reason] == [(0, "!"), (1, "!")]
+    assert [(abort.index, abort.reason) for abort in aborts] == [(0, "stop"), (None, "stop")]
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
 def test_the_result_of_a_stop_string_does_not_depend_on_how_tokens_come(chunk: int) -> None:
     output = collect(say(ids("one two three"), chunk=chunk), SamplingParams(stop="o t"))[-1]

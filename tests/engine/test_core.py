@@ -19,7 +19,6 @@ from engine.config import CoreConfig, ModelFiles, pack_start
 from engine.scheduler import SchedulerConfig
 from ipc.channel import open_socket, receive_within
 from ipc.codec import decode, encode
-from ipc.conversation import ToldOutputs
 from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError, PeerLost
 from ipc.messages import (
@@ -36,6 +35,7 @@ from ipc.messages import (
     WorkerFailed,
 )
 from ipc.params import SamplingParams
+from ipc.routes import ToldOutputs
 from scripts.core_process import FoundCore, ensure_core
 from tests.fake_group import FakeGroup
 from tests.fakes import VOCAB_SIZE, expected_output
