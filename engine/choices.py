@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from engine.request import AnswerGrammar, ClientId, Request
 from ipc.messages import AddRequest
+from ipc.params import DrawRules
 from ipc.structured import StructuredOutput
+
+NO_DEFAULTS = DrawRules()
 
 _MASK64 = (1 << 64) - 1
 
@@ -26,14 +29,17 @@ def seed_of_choice(seed: int, index: int) -> int:
     return (z ^ z >> 31) >> 1
 
 
-def choices_of(message: AddRequest, client: ClientId, *, first_id: int, seed: int, now: float) -> list[Request]:
+def choices_of(
+    message: AddRequest, client: ClientId, *, first_id: int, seed: int, now: float, defaults: DrawRules = NO_DEFAULTS
+) -> list[Request]:
     """A request for each answer, with internal ids from ``first_id`` on.
 
-    Their parameters are what workers need: a salt becomes a part of the cache key, a form becomes masks.
+    Their parameters are what workers need: nothing is unset that has a default, a salt becomes a part of the cache key, a
+    form becomes masks.
     """
     asked = message.params
     cache_key_parts = () if asked.cache_salt is None else ((0, b"salt:" + asked.cache_salt.encode()),)
-    params = replace(asked, seed=seed, n=1, cache_salt=None, structured=None)
+    params = asked.resolved(defaults, seed=seed, n=1, cache_salt=None, structured=None)
     return [
         Request(
             request_id=message.request_id,

@@ -66,6 +66,8 @@ class CoreConfig:
     """Most tokens that a step may guess for one request; 0 for none."""
     logits_processors: tuple[str, ...] = ()
     """Names that the last stage has loaded functions for: requests may use them."""
+    generation_config: str = "auto"
+    """Whether unset sampling parameters take the model's defaults: see ``engine.sampling_defaults``."""
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""
     drain_timeout_s: float = 30.0
@@ -89,6 +91,8 @@ class CoreConfig:
             ("--max-queued-tokens", self.max_queued_tokens, self.max_queued_tokens >= 1, "must be at least 1"),
             ("--scheduling-policy", self.scheduling_policy,
              self.scheduling_policy in [policy.value for policy in SchedulingPolicy], "must be fcfs or priority"),
+            ("--generation-config", self.generation_config, self.generation_config in ("auto", "none"),
+             "must be auto or none"),
             ("--prefill-share", self.prefill_share, 0 < self.prefill_share <= 1, "must be above 0 and at most 1"),
             ("--num-cohorts", self.num_cohorts, self.num_cohorts is None or 1 <= self.num_cohorts <= self.num_stages + 1,
              f"must be between 1 and {self.num_stages + 1} (stages + 1)"),

@@ -27,6 +27,7 @@ from engine.gateway import FromClient, Gateway
 from engine.grammar_compiler import GrammarCompiler, load_vocabulary
 from engine.policies import Deadlines, check_open_room, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
+from engine.sampling_defaults import sampling_defaults
 from engine.scheduler import RequestProgress, Scheduler, SchedulerStats
 from engine.scheduler_config import scheduler_config_of, totals_of
 from engine.timeline import Timelines, core_values, stage_values
@@ -73,6 +74,7 @@ class EngineCore:
         self._files = files
         self._core_id = int.from_bytes(os.urandom(8), "little")
         self._seeds = random.Random(config.seed)
+        self._defaults = sampling_defaults(files.generation_config, config.generation_config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateway = Gateway(self._context, core_id=self._core_id, max_prompt_tokens=config.model_max_len)
         self._gateway.listen(config.listen)
@@ -123,6 +125,7 @@ class EngineCore:
     def run(self) -> int:
         """Serve until the agent is gone; returns the exit code."""
         self._watch_signals()
+        self._defaults.log()
         for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup, self._grammars.fd):
             self._poller.register(source, zmq.POLLIN)
         exit_code = 0
@@ -373,7 +376,9 @@ class EngineCore:
         num_tokens = params.n * (message.prompt_token_ids.size + message.output_token_ids.size)
         check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        requests = choices_of(message, client, first_id=self._num_requests + 1, seed=seed, now=time.monotonic())
+        requests = choices_of(
+            message, client, first_id=self._num_requests + 1, seed=seed, now=time.monotonic(), defaults=self._defaults.rules
+        )
         self._num_requests += len(requests)
         shares_blocks = (
             self._config.prefix_caching and params.prefix_caching
@@ -533,6 +538,7 @@ class EngineCore:
             chat_template=self._files.chat_template,
             generation_config=self._files.generation_config,
             logits_processors=self._config.logits_processors,
+            sampling_defaults=self._defaults.rules._asdict(),
         )
 
     def _answer(self, message: Control) -> ControlReply:

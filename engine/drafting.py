@@ -95,5 +95,5 @@ def takes_drafts(request: Request) -> bool:
 
 
 def _has_fixed_rules(params: SamplingParams) -> bool:
-    has_penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    has_penalties = params.repetition_penalty not in (None, 1) or params.presence_penalty != 0 or params.frequency_penalty != 0
     return not (has_penalties or params.bad_word_ids or params.logits_processors) and params.logprobs is None

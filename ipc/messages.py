@@ -475,6 +475,8 @@ class ModelInfo:
     generation_config: Blob = b"{}"
     logits_processors: tuple[Name, ...] = ()
     """Names of those that requests may ask for."""
+    sampling_defaults: Scalars = field(default_factory=dict)
+    """What parameters get that a request leaves unset, by name: the model's defaults, else the engine's."""
 
 
 @part

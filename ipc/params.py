@@ -1,8 +1,8 @@
 """How a client wants its tokens chosen, and when generation ends."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from ipc.errors import RequestError
 from ipc.structured import StructuredOutput
@@ -38,11 +38,23 @@ LOGPROBS_MODES = ("raw", "processed")
 Scalar = int | float | str | bool
 
 
+class DrawRules(NamedTuple):
+    """The parameters that a model can bring defaults for, without gaps; these are the engine's own defaults."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Per-request sampling and stopping rules; an existing object is a valid one.
 
-    docs/sampling.md says in which order they act. Ties at an edge keep the lower token id.
+    docs/sampling.md says in which order they act. Ties at an edge keep the lower token id. The fields of DrawRules are
+    None while unset: then the engine takes the model's default (``ModelInfo.sampling_defaults``), else its own.
 
     Raises:
         RequestError: naming the field, its value and the rule.
@@ -51,14 +63,14 @@ class SamplingParams:
     max_tokens: int | None = None
     """Most tokens to generate; None means up to the model's context limit."""
 
-    temperature: float = 1.0
-    """Divides the logits; 0 means greedy (argmax)."""
+    temperature: float | None = None
+    """Divides the logits; 0 means greedy (argmax). Unset: the model's, else 1."""
 
-    top_k: int = 0
-    """Keep exactly the k most likely tokens; 0 keeps all."""
+    top_k: int | None = None
+    """Keep exactly the k most likely tokens; 0 keeps all. Unset: the model's, else 0."""
 
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]."""
+    top_p: float | None = None
+    """Keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]. Unset: the model's, else 1."""
 
     seed: int | None = None
     """Same seed, same tokens, whatever runs beside it; None lets the engine draw one (told in the output)."""
@@ -97,11 +109,13 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     """The form that the answer must have, as a StructuredOutput or a map of its fields; None for any text."""
 
-    min_p: float = 0.0
-    """Keep tokens of at least this share of the most likely one's probability, in [0, 1]; 0 keeps all."""
+    min_p: float | None = None
+    """Keep tokens of at least this share of the most likely one's probability, in [0, 1]; 0 keeps all. Unset: the model's,
+    else 0."""
 
-    typical_p: float = 1.0
-    """Keep the smallest set of tokens of about average surprise whose probability reaches typical_p, in (0, 1]."""
+    typical_p: float | None = None
+    """Keep the smallest set of tokens of about average surprise whose probability reaches typical_p, in (0, 1]. Unset: the
+    model's, else 1."""
 
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that the answer has, -2 to 2."""
@@ -109,8 +123,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken from a token's logit as often as the answer has it, -2 to 2."""
 
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that prompt or answer have, and multiplies their other ones; above 0, up to 10."""
+    repetition_penalty: float | None = None
+    """Divides positive logits of tokens that prompt or answer have, and multiplies their other ones; above 0, up to 10.
+    Unset: the model's, else 1."""
 
     min_tokens: int = 0
     """Tokens that would end the answer can't be among the first so many; nor is a stop string heeded that these complete."""
@@ -157,10 +172,13 @@ class SamplingParams:
             if value is not None or _DEFAULTS[name] is not None:
                 _check_int(name, value, low, high)
         for name, (least, most) in _NUMBERS.items():
-            _check_number(name, getattr(self, name), least, most)
+            value = getattr(self, name)
+            if value is not None or _DEFAULTS[name] is not None:
+                _check_number(name, value, least, most)
         for name in ("top_p", "typical_p", "repetition_penalty"):
-            if getattr(self, name) <= 0:
-                raise _refused(name, getattr(self, name), f"must be above 0 and at most {_NUMBERS[name][1]:g}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise _refused(name, value, f"must be above 0 and at most {_NUMBERS[name][1]:g}")
 
     def _check_texts(self) -> None:
         _freeze_items(self, "stop", str, MAX_STOP_STRINGS)
@@ -190,7 +208,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def to_wire(self) -> dict[str, Any]:
-        """Only the fields that differ from their defaults: small, and readable in a dump."""
+        """Only the fields that differ from their defaults: small, and readable in a dump. What is unset stays unset."""
         values = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
         if self.structured is not None:
             values["structured"] = self.structured.to_wire()
@@ -203,6 +221,16 @@ class SamplingParams:
             if name not in _DEFAULTS:
                 raise _refused(str(name)[:64], values[name], "is not a known sampling parameter")
         return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def resolved(self, defaults: DrawRules, **changes: Any) -> "SamplingParams":
+        """With these values for what is unset, and with other changes."""
+        unset = {name: value for name, value in defaults._asdict().items() if getattr(self, name) is None}
+        return replace(self, **unset, **changes)
+
+    def draw_rules(self) -> DrawRules:
+        """Those of its own, with the engine's defaults for what is unset."""
+        own = {name: getattr(self, name) for name in DrawRules._fields}
+        return DrawRules(**{name: value for name, value in own.items() if value is not None})
 
     def ending_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens that end an answer, for a model with these end tokens."""

@@ -136,6 +136,9 @@ SERVE_OPTIONS = (
             "[default: 1, 2, 4, multiples of 8, from 256 on of 16, up to twice --max-num-seqs but at most 512]"),
     _option(_MODEL, "--logits-processor", multiple=True, metavar="MODULE:ATTR",
             help="Function that changes logits for requests that name it; repeatable. See docs/sampling.md."),
+    _option(_MODEL, "--generation-config", type=click.Choice(["auto", "none"]), default="auto",
+            help="Where requests leave temperature, top_k, top_p, min_p, typical_p or repetition_penalty unset: take what the "
+            "model's generation_config says, or nothing of it. See docs/sampling.md."),
     _option(_MODEL, "--seed", type=click.IntRange(0, MAX_SEED), default=None,
             help="Makes the seeds of unseeded requests repeatable."),
     _option(_MEMORY, "--max-num-seqs", type=click.IntRange(1, 1 << 16), default=None,

@@ -178,6 +178,7 @@ def _ensure_core(
         num_kv_blocks=options["num_kv_blocks"],
         kv_cache_memory=options["kv_cache_memory"],
         prefix_caching=options["prefix_caching"],
+        generation_config=options["generation_config"],
         max_queued_requests=options["max_queued_requests"],
         max_queued_tokens=options["max_queued_tokens"],
         scheduling_policy=options["scheduling_policy"],

@@ -13,12 +13,10 @@ Array = NDArray[np.float64]
 
 def shares_of(logits: Array, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, eos: Sequence[int]) -> Array:
     """The distribution that the token behind prompt and answer is drawn from; at temperature 0 before its argmax is taken."""
-    changed = changed_logits(logits, prompt, answer, params, eos)
-    if params.temperature == 0:
+    changed, rules = changed_logits(logits, prompt, answer, params, eos), params.draw_rules()
+    if rules.temperature == 0:
         return softmax(changed, 1.0)
-    return filtered(
-        changed, float(np.float32(params.temperature)), params.top_k, params.top_p, params.min_p, params.typical_p
-    )
+    return filtered(changed, float(np.float32(rules.temperature)), rules.top_k, rules.top_p, rules.min_p, rules.typical_p)
 
 
 def changed_logits(
@@ -28,7 +26,7 @@ def changed_logits(
     changed = logits.astype(np.float64).copy()
     for token_id, bias in params.logit_bias:
         changed[token_id] += bias
-    said, repetition = Counter(answer), params.repetition_penalty
+    said, repetition = Counter(answer), params.draw_rules().repetition_penalty
     for token_id in {*prompt, *answer}:
         changed[token_id] = changed[token_id] / repetition if changed[token_id] > 0 else changed[token_id] * repetition
     for token_id, times in said.items():

@@ -94,7 +94,7 @@ SAMPLES: list[Any] = [
     m.ModelInfo(
         core_id=1, version="0.1.0", name="m", num_stages=2, vocab_size=512, max_model_len=64, max_num_seqs=8,
         eos_token_ids=[1, 2], tokenizer=b"{}", tokenizer_config=b"{}", chat_template="t", generation_config=b"[]",
-        logits_processors=("a:b",),
+        logits_processors=("a:b",), sampling_defaults={"temperature": 0.5, "top_k": 3},
     ),
     m.RequestOutput(
         core_id=1, request_id="r", new_token_ids=[7], finish_reason="stop", stop_reason=7, num_prompt_tokens=3,

@@ -61,14 +61,14 @@ class SamplingStates:
 
     def add(self, new: NewRequestData) -> None:
         """The row belongs to this request; everything that an earlier owner left is overwritten."""
-        row, params = new.row, new.params
+        row, params, rules = new.row, new.params, new.params.draw_rules()
         self._same_rows.clear()
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._typical_p[row] = params.typical_p
-        self._repetition[row] = params.repetition_penalty
+        self._temperature[row] = rules.temperature
+        self._top_k[row] = rules.top_k
+        self._top_p[row] = rules.top_p
+        self._min_p[row] = rules.min_p
+        self._typical_p[row] = rules.typical_p
+        self._repetition[row] = rules.repetition_penalty
         self._presence[row] = params.presence_penalty
         self._frequency[row] = params.frequency_penalty
         self._seed[row] = params.seed or 0
@@ -76,11 +76,11 @@ class SamplingStates:
         self.num_prompt_logprobs[row] = num_top_of(params.prompt_logprobs, self._vocab_size)
         self.wants_processed[row] = params.logprobs_mode == "processed"
         self._rules.pop(row, None)
-        if (rules := RowRules.of(new, self._vocab_size, self._eos_token_ids)) is not None:
-            self._rules[row] = rules
+        if (row_rules := RowRules.of(new, self._vocab_size, self._eos_token_ids)) is not None:
+            self._rules[row] = row_rules
         self._counts.discard(row)
         self._has_penalties[row] = (
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+            rules.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         if self._has_penalties[row]:
             self._counts.add(row, new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :])

@@ -115,7 +115,9 @@ def scheduler_config() -> SchedulerConfig:
 
 
 @contextmanager
-def running_core(tmp_path: Path, *, tokenizer: bytes = b"{}", **changes: object) -> Iterator[Engine]:
+def running_core(
+    tmp_path: Path, *, tokenizer: bytes = b"{}", generation_config_file: bytes = b"{}", **changes: object
+) -> Iterator[Engine]:
     agent = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     run = RunDirectory(path=tmp_path / "r" / f"{agent.pid}-x")
     address = f"ipc://{tmp_path}/listen"
@@ -125,7 +127,7 @@ def running_core(tmp_path: Path, *, tokenizer: bytes = b"{}", **changes: object)
         "max_num_batched_tokens": 16, "block_size": 4, "num_kv_blocks": 64, "drain_timeout_s": 5.0, **changes})
 
     def start() -> FoundCore:
-        return ensure_core(run, config, ModelFiles(tokenizer=tokenizer))
+        return ensure_core(run, config, ModelFiles(tokenizer=tokenizer, generation_config=generation_config_file))
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = None

@@ -19,11 +19,13 @@ from ipc.params import (
     MAX_TEMPERATURE,
     MAX_TOKEN_ID,
     MAX_TOKENS,
+    DrawRules,
     SamplingParams,
 )
 
 NOT_INTEGERS: list[Any] = [1.0, "1", True, [1], b"1", {}]
-NOT_NUMBERS: list[Any] = ["1", True, [1.0], None, {}]
+NO_NUMBERS: list[Any] = ["1", True, [1.0], {}]
+NOT_NUMBERS: list[Any] = [*NO_NUMBERS, None]
 BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prefix_caching", "echo")
 NOT_BOOLEANS: list[Any] = [0, 1, "true", None, []]
 
@@ -56,16 +58,14 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 
 WRONG_TYPES: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs"), (NOT_INTEGERS, "must be an integer")),
-    "top_k": ([*NOT_INTEGERS, None], "must be an integer"),
-    **dict.fromkeys(("temperature", "top_p"), (NOT_NUMBERS, "must be a number")),
+    "top_k": (NOT_INTEGERS, "must be an integer"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), (NO_NUMBERS, "must be a number")),
     "stop": ([5, None, [5], ["a", None], {"a"}, [b"a"], iter("a")], "must be a list of str values"),
     "stop_token_ids": ([1.5, None, "5", ["5"], [True], [None], {5}], "must be a list of int values"),
     **dict.fromkeys(BOOLEANS, (NOT_BOOLEANS, "must be true or false")),
     "cache_salt": ([5, b"a", ["a"], True], "must be text"),
     **dict.fromkeys(("min_tokens", "n"), ([*NOT_INTEGERS, None], "must be an integer")),
-    **dict.fromkeys(
-        ("min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), (NOT_NUMBERS, "must be a number")
-    ),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (NOT_NUMBERS, "must be a number")),
     "logit_bias": ([5, None, "a", [5], [[1, 2, 3]]], "must map token ids to numbers"),
     "allowed_token_ids": ([1.5, "5", ["5"], [True], {5}], "must be a list of int values"),
     "bad_words": ([5, None, [5], {"a"}], "must be a list of str values"),
@@ -187,10 +187,10 @@ def test_unknown_names_are_refused() -> None:
 @given(
     st.builds(
         SamplingParams,
-        max_tokens=st.none() | st.integers(1, MAX_TOKENS), temperature=st.floats(0, 100), top_k=st.integers(0, MAX_TOKEN_ID),
-        top_p=st.floats(0, 1, exclude_min=True), seed=st.none() | st.integers(0, MAX_SEED),
+        max_tokens=st.none() | st.integers(1, MAX_TOKENS), temperature=st.none() | st.floats(0, 100),
+        top_k=st.none() | st.integers(0, MAX_TOKEN_ID), top_p=st.none() | st.floats(0, 1, exclude_min=True), seed=st.none() | st.integers(0, MAX_SEED),
         stop=st.lists(st.text(min_size=1, max_size=5), max_size=4), stop_token_ids=st.lists(st.integers(0, MAX_TOKEN_ID), max_size=4),
-        ignore_eos=st.booleans(), logprobs=st.none() | st.integers(-1, 20), min_p=st.floats(0, 1),
+        ignore_eos=st.booleans(), logprobs=st.none() | st.integers(-1, 20), min_p=st.none() | st.floats(0, 1),
         logit_bias=st.dictionaries(st.integers(0, MAX_TOKEN_ID), st.floats(-100, 100), max_size=4),
         bad_word_ids=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3),
         allowed_token_ids=st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3), n=st.integers(1, 3),
@@ -202,3 +202,23 @@ def test_unknown_names_are_refused() -> None:
 )  # fmt: skip
 def test_any_valid_object_survives_the_wire(params: SamplingParams) -> None:
     assert SamplingParams.from_wire(params.to_wire()) == params
+
+
+DEFAULTS = DrawRules(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, typical_p=0.8, repetition_penalty=1.5)
+
+
+@pytest.mark.parametrize("name", DrawRules._fields)
+def test_s14_what_is_set_travels_also_at_the_engines_default(name: str) -> None:
+    usual = getattr(DrawRules(), name)
+    params = SamplingParams(**{name: usual})
+    assert params.to_wire() == {name: usual}
+    resolved = SamplingParams.from_wire(params.to_wire()).resolved(DEFAULTS)
+    assert resolved.draw_rules() == DEFAULTS._replace(**{name: usual}), "an explicit value wins, all others are the defaults"
+    assert resolved.resolved(DrawRules()) == resolved
+
+
+def test_s14_unset_is_none_and_means_the_engines_default_where_no_model_has_one() -> None:
+    params = SamplingParams(seed=3)
+    assert all(getattr(params, name) is None for name in DrawRules._fields) and params.to_wire() == {"seed": 3}
+    assert params.draw_rules() == params.resolved(DrawRules()).draw_rules() == DrawRules()
+    assert params.resolved(DEFAULTS).draw_rules() == DEFAULTS and params.resolved(DEFAULTS).seed == 3

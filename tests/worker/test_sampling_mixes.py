@@ -137,15 +137,16 @@ def score_gap(oracle: Oracle, alone: Asked, index: int, other: int) -> float:
     both = torch.tensor([[alone.token_ids[index], other]])
     position = torch.tensor([len(alone.prompt) + index])
     noise = gumbel_noise_definition(torch.tensor([params.seed]), position, both)[0].double().numpy()
-    scores = logits[both[0]] / params.temperature + noise if params.temperature else logits[both[0]]
+    temperature = params.draw_rules().temperature
+    scores = logits[both[0]] / temperature + noise if temperature else logits[both[0]]
     return float(abs(scores[0] - scores[1]))
 
 
 def is_near_an_edge(asked: Asked, logits: Array, index: int, token_id: int) -> bool:
     """A filter left it out by less than float32's noise: with parameters a hair wider it stays."""
-    params = asked.params
+    rules = asked.params.draw_rules()
     wider = SamplingParams(**{
-        **params.to_wire(), "top_p": min(1.0, params.top_p + GAP), "typical_p": min(1.0, params.typical_p + GAP),
-        "min_p": params.min_p * (1 - GAP),
+        **asked.params.to_wire(), "top_p": min(1.0, rules.top_p + GAP), "typical_p": min(1.0, rules.typical_p + GAP),
+        "min_p": rules.min_p * (1 - GAP),
     })  # fmt: skip
     return bool(shares_of(logits[index], asked.prompt, asked.token_ids[:index], wider, EOS)[token_id] > 0)
