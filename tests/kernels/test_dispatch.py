@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import gpu
 from kernels.gpu import dispatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ def test_gpus_from_ampere_on(capability: tuple[int, int], is_served: bool, monke
 
 def test_without_triton_plain_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "kernels.gpu.library", None)
+    monkeypatch.delattr(gpu, "library", raising=False)  # where an import before has left it
     monkeypatch.setattr(dispatch, "serves", lambda device: True)
     dispatch._library.cache_clear()
     assert dispatch.triton_for(torch.ones(1)) is None
