@@ -221,18 +221,19 @@ def test_one_choice_can_be_ended_while_the_others_wait_or_run(tmp_path: Path, in
         expect_idle(client)
 
 
-def test_aborting_by_id_ends_all_and_frees_the_id(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_aborting_by_id_before_the_first_token_ends_all_and_frees_the_id(tmp_path: Path, n: int) -> None:
     hold = threading.Event()
     with serving(tmp_path, hold=hold) as (_, _group, client):
-        client.ask(ask())
-        client.ask(ask())
+        client.ask(ask(n=n))
+        client.ask(ask(n=n))
         refused = client.hear()
         assert isinstance(refused, RequestFailed) and refused.code == "duplicate"
         client.ask(AbortRequest(request_id="r"))
-        assert set(collect(client, "r", 3)[1].values()) == {"abort"}
-        client.ask(ask())
+        assert set(collect(client, "r", n)[1].values()) == {"abort"}
+        client.ask(ask(n=n))
         hold.set()
-        assert collect(client, "r", 3)[0] == answers()
+        assert collect(client, "r", n)[0] == answers(n)
         expect_idle(client)
 
 
@@ -281,6 +282,8 @@ def test_choices_count_as_requests_and_tokens_in_the_queue(tmp_path: Path) -> No
         answer = client.hear()
         assert isinstance(answer, RequestFailed) and (answer.code, answer.field) == ("bad_request", "n")
         client.ask(ask("fits", n=4))
+        while client.stats()["requests_running"] != 1:
+            pass
         client.ask(ask("too many", n=3, prompt=[1]))
         answer = client.hear()
         assert isinstance(answer, RequestFailed) and "4 requests are open" in answer.reason
@@ -307,10 +310,11 @@ def test_lost_workers_end_the_request_once_and_those_that_wait_for_an_epoch_run_
     with running_core(tmp_path) as engine:
         group, client = engine.group(hold=hold), engine.client()
         client.attach()
-        client.ask(ask("lost"))
-        client.stats()
-        hold.set()
+        client.ask(ask("lost", max_tokens=40))
+        while client.stats()["requests_running"] != 1:
+            pass
         group.fail("made to", fatal=False)
+        hold.set()  # it hears of its failure with the next step
         while not isinstance(answer := client.hear(), RequestFailed):
             pass
         assert answer.request_id == "lost" and "made to" in answer.reason
