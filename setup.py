@@ -8,7 +8,9 @@ After a change of the sources: `python setup.py build_ext --inplace` (objects th
 """
 
 import hashlib
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -59,7 +61,9 @@ class BuildNative(build_ext):
     def _compile_set(self, name: str, flags: list[str]) -> list[str]:
         sources = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name != "runtime.cpp")
         try:
-            return [self._compile(source, [f"-DISA={name}", f"-DISA_{name}", *flags]) for source in sources]
+            # A compiler process each: one after another they take minutes.
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+                return list(pool.map(lambda source: self._compile(source, [f"-DISA={name}", f"-DISA_{name}", *flags]), sources))
         except COMPILER_ERRORS as error:
             if name == "baseline":
                 raise

@@ -57,7 +57,8 @@ def load_vocabulary(files: ModelFiles, vocab_size: int, eos_token_ids: tuple[int
         from engine.grammar import Vocabulary
     except ImportError:
         raise RequestError(
-            "structured output needs llguidance where the engine runs: pip install 'brigade[structured]'", field="structured"
+            "structured output needs llguidance where the engine runs: pip install -e '.[structured]' in Brigade's clone",
+            field="structured",
         ) from None
     return Vocabulary(files, vocab_size, eos_token_ids)
 

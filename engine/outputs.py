@@ -60,7 +60,7 @@ class Output:
     """How many at the end of ``token_ids`` (and ``logprobs``) are new in this output."""
 
     finish_reason: str | None = None
-    """None while it goes on; then "stop" (end token, stop id, stop string), "length" or "abort"."""
+    """None while it goes on; then "stop" (end token, stop id, stop string), "length", "timeout" or "abort"."""
 
     stop_reason: str | int | None = None
     """The stop string, or the stop token id, that ended it; None for the model's own end token and otherwise."""

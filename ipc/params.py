@@ -174,11 +174,7 @@ class SamplingParams:
         for name, (least, most) in _NUMBERS.items():
             value = getattr(self, name)
             if value is not None or _DEFAULTS[name] is not None:
-                _check_number(name, value, least, most)
-        for name in ("top_p", "typical_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise _refused(name, value, f"must be above 0 and at most {_NUMBERS[name][1]:g}")
+                _check_number(name, value, least, most, excludes_least=name in _ABOVE_ZERO)
 
     def _check_texts(self) -> None:
         _freeze_items(self, "stop", str, MAX_STOP_STRINGS)
@@ -256,10 +252,13 @@ def _check_int(field: str, value: Any, low: int, high: int) -> None:
         raise _refused(field, value, f"must be between {low} and {high}")
 
 
-def _check_number(field: str, value: Any, low: float, high: float) -> None:
+def _check_number(field: str, value: Any, low: float, high: float, *, excludes_least: bool = False) -> None:
     if type(value) not in (int, float):
         raise _refused(field, value, "must be a number")
-    if not low <= value <= high:  # NaN is in no range
+    # NaN is in no range.
+    if excludes_least and not low < value <= high:
+        raise _refused(field, value, f"must be above {low:g} and at most {high:g}")
+    if not low <= value <= high:
         raise _refused(field, value, f"must be between {low:g} and {high:g}")
 
 
@@ -368,6 +367,8 @@ _INTEGERS = {
     "n": (1, MAX_CHOICES),
 }
 """Least and most; None is no value only where it is the default."""
+
+_ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty")
 
 _NUMBERS = {
     "temperature": (0.0, MAX_TEMPERATURE),

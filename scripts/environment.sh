@@ -72,7 +72,7 @@ install_brigade() {
     if [ -f "$stamp" ] && grep -qxF -e "$wanted [$extras]" -e "$wanted [test]" "$stamp"; then
         say "packages: already installed"
     else
-        say "packages: installing Brigade${extras:+ with the extra [$extras]} and what it needs (torch is large; minutes)"
+        say "packages: installing Brigade${extras:+ with the extra [$extras]} and what it needs (torch is large, and native kernels are compiled: minutes)"
         rm -f "$stamp"
         "$PYTHON" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}" </dev/null ||
             fail "the installation failed; pip's own words are above"

@@ -42,7 +42,7 @@ def test_s14_defaults_of_the_model_are_told_and_an_explicit_value_wins(
         cooler = answer(client, temperature=0.6, top_k=2)
     with serve(with_defaults, flags=FLAGS) as engine:
         alive = engine.is_usable
-        engine.output.wait_for("generation_config: top_p=1.5 must be between 0 and 1; it is not taken as a default", 1, alive)
+        engine.output.wait_for("generation_config: top_p=1.5 must be above 0 and at most 1; it is not taken as a default", 1, alive)
         engine.output.wait_for("sampling defaults from generation_config: temperature=0.6 top_k=5;", 1, alive)
         with engine.client() as client:
             assert client.model.sampling_defaults == {
