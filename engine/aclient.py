@@ -152,8 +152,7 @@ class AsyncGeneration:
     """The outputs of one request, in order; with ``n`` choices those of all, told apart by ``index``.
 
     It ends when every choice has had its output with a finish reason. Leaving early, by ``aclose`` or by dropping it, aborts
-    the request.
-    So does cancelling the task that reads it, also by a deadline around a single ``anext``; see AsyncTokenStream.
+    the request. So does cancelling the task that reads it, also by a deadline around a single ``anext``; see AsyncTokenStream.
     """
 
     def __init__(self, stream: AsyncTokenStream, answers: Answers) -> None:
@@ -167,15 +166,9 @@ class AsyncGeneration:
     async def __anext__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
         while not self._answers.are_over:
-            message = await anext(self._stream)
-            output = self._answers.take(message)
-            if output is None:
-                continue
-            if self._answers.are_over:
-                self._stream.close("stop")
-            elif output.finish_reason is not None and message.finish_reason is None:
-                self._stream.end_choice(output.index, "stop")
-            return output
+            output = self._answers.take(await anext(self._stream), self._stream)
+            if output is not None:
+                return output
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

@@ -153,15 +153,9 @@ class Generation:
     def __next__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
         while not self._answers.are_over:
-            message = next(self._stream)
-            output = self._answers.take(message)
-            if output is None:
-                continue
-            if self._answers.are_over:
-                self._stream.close("stop")
-            elif output.finish_reason is not None and message.finish_reason is None:
-                self._stream.end_choice(output.index, "stop")
-            return output
+            output = self._answers.take(next(self._stream), self._stream)
+            if output is not None:
+                return output
         raise StopIteration
 
     def close(self) -> None:

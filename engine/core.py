@@ -584,4 +584,3 @@ class EngineCore:
 
     def _totals_with(self, stats: SchedulerStats | None) -> dict[str, int]:
         return {name: self._totals.get(name, 0) + count for name, count in totals_of(stats).items()}
-

@@ -40,8 +40,8 @@ class Drafter:
         """Drafts that a step of so many decodes has room for.
 
         All of them together must not cost a stage more than a step of one row does, its head included: a fit may take the one
-        for the other. And the step samples at no more positions than
-        there may be requests, since the memory for logits was measured with as many.
+        for the other. And the step samples at no more positions than there may be requests, since the memory for logits was
+        measured with as many.
         """
         draft_s = costs.token_s + 2 * costs.attention_s * context
         room = min(tokens_left, self._max_positions) - num_decodes

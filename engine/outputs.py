@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.text.detokenizer import Detokenizer
 from engine.text.stop_strings import StopStrings
@@ -80,6 +81,14 @@ class Output:
     """Which of the request's ``n`` choices this is; everything else in here is of this choice alone."""
 
 
+class Endable(Protocol):
+    """A stream of a request's messages, of either client."""
+
+    def close(self, reason: str = "abort") -> None: ...
+
+    def end_choice(self, index: int, reason: str = "abort") -> None: ...
+
+
 class Answers:
     """Builds the outputs of one request, choice by choice."""
 
@@ -93,16 +102,20 @@ class Answers:
     def are_over(self) -> bool:
         return not self._open
 
-    def take(self, message: RequestOutput) -> Output | None:
+    def take(self, message: RequestOutput, stream: Endable) -> Output | None:
         """The next output; None for what the core made of a choice before it heard that a stop string had ended it.
 
-        A finish reason in it that ``message`` has not means that a stop string matched.
+        ``stream`` is where messages come from: what a stop string ends here, it ends at the core.
         """
         if message.index not in self._open:
             return None
         output = self._answers[message.index].take(message)
         if output.finish_reason is not None:
             self._open.remove(message.index)
+            if self.are_over:
+                stream.close("stop")
+            elif message.finish_reason is None:
+                stream.end_choice(message.index, "stop")
         return output
 
 

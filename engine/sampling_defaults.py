@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "generation_config"
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
     """The defaults of one engine, and where they come from."""

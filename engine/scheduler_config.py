@@ -121,14 +121,18 @@ class SchedulerStats:
     """Those of them that were right."""
 
 
+TOTALS = {
+    "preemptions_total": "preemptions",
+    "generation_tokens_total": "num_generated_tokens",
+    "prompt_tokens_total": "num_prompt_tokens",
+    "prefix_cache_query_tokens_total": "prefix_query_tokens",
+    "prefix_cache_hit_tokens_total": "prefix_hit_tokens",
+    "draft_tokens_total": "num_draft_tokens",
+    "accepted_draft_tokens_total": "num_accepted_draft_tokens",
+}
+"""What is told as sums over all epochs, and which of SchedulerStats is an epoch's part of it."""
+
+
 def totals_of(stats: SchedulerStats | None) -> dict[str, int]:
-    """What of it is told as sums over all epochs; zeros without an epoch."""
-    return {
-        "preemptions_total": 0 if stats is None else stats.preemptions,
-        "generation_tokens_total": 0 if stats is None else stats.num_generated_tokens,
-        "prompt_tokens_total": 0 if stats is None else stats.num_prompt_tokens,
-        "prefix_cache_query_tokens_total": 0 if stats is None else stats.prefix_query_tokens,
-        "prefix_cache_hit_tokens_total": 0 if stats is None else stats.prefix_hit_tokens,
-        "draft_tokens_total": 0 if stats is None else stats.num_draft_tokens,
-        "accepted_draft_tokens_total": 0 if stats is None else stats.num_accepted_draft_tokens,
-    }
+    """An epoch's part of each of TOTALS; zeros without an epoch."""
+    return {name: 0 if stats is None else getattr(stats, field) for name, field in TOTALS.items()}

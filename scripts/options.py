@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from engine.config import MAX_LOOKUP_TOKENS
 from ipc.logs import LEVELS
 from worker.graphs.modes import MODE_NAMES
 from worker.settings import ATTENTION_BACKENDS, TRANSPORTS
@@ -15,7 +16,6 @@ MAX_COUNT = (1 << 31) - 1
 MAX_SECONDS = 1e7
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_NUM_SEQS = 256
-MAX_LOOKUP_TOKENS = 16
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 

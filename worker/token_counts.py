@@ -62,5 +62,5 @@ class TokenCounts:
 def token_bits(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
     """[V / 32]: bit i of word w is set if token 32 w + i is among these."""
     is_in = np.zeros(32 * -(-vocab_size // 32), np.bool_)
-    is_in[np.asarray(token_ids)] = True
+    is_in[np.asarray(token_ids, np.int64)] = True
     return np.packbits(is_in, bitorder="little").view(np.int32)

@@ -26,11 +26,6 @@ def promising(plan: SchedulerOutput) -> SchedulerOutput:
     return SchedulerOutput(**{name: getattr(plan, name) for name in plan.__slots__} | {"has_grammar": True})
 
 
-@pytest.fixture(scope="module")
-def path(checkpoints):
-    return checkpoints.fx_r
-
-
 def start(path, num_stages: int, params: SamplingParams = RANDOM) -> tuple[Pipeline, Plans]:
     pipeline, plans = Pipeline(path, num_stages), Plans()
     for row in range(3):

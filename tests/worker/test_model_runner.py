@@ -10,18 +10,8 @@ from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerConfig
 from ipc.errors import ProtocolError
 from ipc.params import SamplingParams
-from tests.oracle import LOGPROB_TOLERANCE, Oracle
+from tests.oracle import LOGPROB_TOLERANCE
 from tests.worker.pipeline import Pipeline, Plans, tokens_of
-
-
-@pytest.fixture(scope="module")
-def path(checkpoints):
-    return checkpoints.fx_r
-
-
-@pytest.fixture(scope="module")
-def oracle(path):
-    return Oracle.of(path)
 
 
 @pytest.fixture(scope="module")

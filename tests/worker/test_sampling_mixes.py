@@ -4,7 +4,6 @@ The real scheduler drives real stages in one process; the meaning is tests/sampl
 """
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,6 @@ from tests.worker.sampled import Asked, Engine
 EOS = (1,)
 LENGTHS = (2, 60)
 Array = Any
-
-
-@pytest.fixture(scope="module")
-def path(checkpoints) -> Path:
-    return checkpoints.fx_r
-
-
-@pytest.fixture(scope="module")
-def oracle(path) -> Oracle:
-    return Oracle.of(path)
 
 
 def mixed_params(draw: random.Random, index: int) -> SamplingParams:

@@ -87,11 +87,6 @@ def answers(path: Path, num_stages: int, asked: Sequence[Asked], lookup: int, **
 
 
 @pytest.fixture(scope="module")
-def path(checkpoints) -> Path:
-    return checkpoints.fx_r
-
-
-@pytest.fixture(scope="module")
 def plain(path) -> list[list[int]]:
     """Without speculation, each request alone."""
     return [answers(path, 1, [asked], 0)[0][0] for asked in [*REPEATS, *OTHERS]]
