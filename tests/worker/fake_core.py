@@ -1,5 +1,6 @@
 """The core's side of the worker socket, moved by hand, and the ranks it talks to as real processes."""
 
+import errno
 import json
 import os
 import shutil
@@ -113,11 +114,19 @@ class FakeCore:
         if isinstance(message, StageReport):
             self.reports[message.rank] = message
             if self.answers_reports:
-                self.send(message.rank, Heartbeat(core_id=message.core_id, epoch=message.epoch))
+                self._answer(message)
             return
         known = (*self.identities.items(), *self.step_identities.items())
         sender = next((rank for rank, of_rank in known if of_rank == identity), None)
         self._seen.append((sender, message))
+
+    def _answer(self, report: StageReport) -> None:
+        try:
+            self.send(report.rank, Heartbeat(core_id=report.core_id, epoch=report.epoch))
+        except zmq.ZMQError as error:
+            # A rank may have reported and then ended.
+            if error.errno != errno.EHOSTUNREACH:
+                raise
 
     def epoch_start(self, rank: int, *, epoch: int = EPOCH, core_id: int = CORE_ID, core_pid: int = 0) -> EpochStart:
         return EpochStart(
