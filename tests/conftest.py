@@ -12,6 +12,9 @@ from typing import Any
 
 # Before anything imports triton: its kernels then run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before anything imports torch: tests that run side by side have a core each, and so do the processes they start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 import pytest
@@ -20,7 +23,27 @@ from scripts.demo_model import CACHE_FOLDER, FILE_NAME
 from tests import tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-LEAK_GRACE_S = 3.0
+LEAK_GRACE_S = 10.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", choices=("side-by-side", "alone"),
+        help="only the tests that others may run beside, or only those marked e2e or alone; scripts/test.sh runs both",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share = config.getoption("share")
+    if share is None:
+        return
+    by_share: dict[str, list[pytest.Item]] = {"side-by-side": [], "alone": []}
+    for item in items:
+        is_alone = any(item.get_closest_marker(name) for name in ("e2e", "alone"))
+        by_share["alone" if is_alone else "side-by-side"].append(item)
+    items[:] = by_share.pop(share)
+    [others] = by_share.values()
+    config.hook.pytest_deselected(items=others)
 
 
 class Checkpoints:
@@ -137,13 +160,22 @@ def _uses_shared_engines(request: pytest.FixtureRequest) -> bool:
 
 
 def _child_pids() -> set[int]:
-    """Living ones; what multiprocessing keeps for itself does not count."""
+    """Living descendants of this process; what multiprocessing keeps for itself does not count."""
     pids = set()
-    for child in psutil.Process().children(recursive=True):
+    for child in _descendants():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
                 pids.add(child.pid)
     return pids
+
+
+def _descendants() -> list[psutil.Process]:
+    """Most tests have none, and the kernel says so at once; to ask psutil is to read every process of the machine."""
+    with contextlib.suppress(OSError):  # a thread that ended meanwhile
+        told = [path.read_bytes() for path in Path("/proc/self/task").glob("*/children")]
+        if told and not any(told):
+            return []
+    return psutil.Process().children(recursive=True)
 
 
 def _open_sockets() -> set[str]:

@@ -394,7 +394,7 @@ def test_the_core_ends_with_its_agent_and_tells_its_clients(tmp_path: Path) -> N
 
 
 def test_a_living_core_is_found_again_and_a_frozen_one_is_replaced(tmp_path: Path) -> None:
-    with running_core(tmp_path, health_timeout_s=1.0) as engine:
+    with running_core(tmp_path, health_timeout_s=3.0) as engine:
         assert engine.start().pid == engine.found.pid
         os.kill(engine.found.pid, signal.SIGSTOP)
         second = engine.start()

@@ -230,13 +230,13 @@ def test_the_core_answers_requests_while_it_waits_for_a_silent_rank(tmp_path: Pa
         group, client, asker = engine.group(), engine.client(), engine.client()
         group.spans = {1: np.array([Kind.FORWARD, 1, 5, 6], np.int64)}
         client.attach()
-        asker.ask(Control(control_id=4, op="timeline", seconds=60.0))
         began = time.monotonic()
+        asker.ask(Control(control_id=4, op="timeline", seconds=60.0))
         client.ask(add("a", [1, 2, 3]))
         assert client.collect("a")[1] == "length"
         assert not asker.socket.poll(0), "the answer does not wait for rank 0, or requests wait for the answer"
         reply = hear_timeline(asker)
-        assert ANSWER_S - 0.5 < time.monotonic() - began < ANSWER_S + 5
+        assert ANSWER_S <= time.monotonic() - began < ANSWER_S + DEADLINE_S
         assert [lane.error for lane in reply.lanes] == ["", "rank 0 did not answer within 2 s", ""]
         kind, step, start, end = spans_of(reply, 2)  # moved: the fake ranks say that they are on another host
         assert (kind, step, end - start) == (Kind.FORWARD, 1, 1)

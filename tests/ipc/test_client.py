@@ -76,7 +76,7 @@ def test_a_dead_address_is_peer_lost_within_the_timeout(address: str) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match=f"no engine answered at {address} within 0.2 s"):
         TokenClient(address, timeout_s=0.2)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < DEADLINE_S
 
     async def go() -> None:
         with pytest.raises(PeerLost, match=f"no engine answered at {address} within 0.2 s"):
@@ -500,7 +500,7 @@ def test_a_lost_core_fails_everything_that_is_open_at_once() -> None:
             assert list(stream) == []
         assert "is gone" in str(errors.get(timeout=DEADLINE_S))
         asking.join()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < DEADLINE_S
         for call in (client.stats, lambda: client.generate([1]), lambda: client.abort("x")):
             with pytest.raises(PeerLost, match="is gone"):
                 call()

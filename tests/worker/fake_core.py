@@ -171,7 +171,7 @@ class FakeCore:
     def shut_down(self) -> None:
         self.broadcast(Shutdown(core_id=CORE_ID, epoch=EPOCH, reason="test"))
 
-    def wait(self, rank: int, timeout_s: float = 10.0) -> tuple[int, str]:
+    def wait(self, rank: int, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
         """Exit code and standard error of a rank that ends by itself."""
         _, stderr = self.ranks[rank].communicate(timeout=timeout_s)
         return self.ranks[rank].returncode, stderr

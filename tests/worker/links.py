@@ -30,7 +30,7 @@ KINDS = ["gloo", "staged", *(f"staged, {order}" for order in ORDERS), *(f"nccl, 
 
 def hop_of(rank: int, peer: int, **changes: Any) -> Hop:
     values = {
-        "boundary": BOUNDARY, "rank": rank, "peer": peer, "epoch": EPOCH, "max_tokens": MAX_TOKENS, "timeout_s": 5.0,
+        "boundary": BOUNDARY, "rank": rank, "peer": peer, "epoch": EPOCH, "max_tokens": MAX_TOKENS, "timeout_s": 30.0,
     }  # fmt: skip
     return Hop(**(values | changes))
 

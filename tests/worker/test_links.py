@@ -25,6 +25,9 @@ from worker.links.gloo import NUM_RECEIVE_BUFFERS, NUM_SEND_BUFFERS, connect_gro
 from worker.links.link import TRAILER, HopBuffer, write_trailer
 from worker.links.nccl import NcclReceiver
 
+MUCH_LATER_S = 20.0
+"""Longer than a deadline of a fraction of a second on a busy machine, shorter than the 30 s of the other waits."""
+
 
 @pytest.fixture
 def groups(tmp_path):
@@ -61,7 +64,7 @@ def test_many_steps_of_any_size_arrive_unchanged(pair):
             receiver.post(posted, sizes[posted - 1])
         pair.give(sender, step_id, activations(size, step_id))
         got.append(pair.take(receiver, step_id))
-    sender.flush(5)
+    sender.flush(30)
     pair.finish()
     for step_id, size in enumerate(sizes, start=1):
         assert_same(got[step_id - 1], activations(size, step_id))
@@ -91,7 +94,7 @@ def test_either_side_may_be_ahead_by_as_much_as_it_likes(pair):
                 got.append(pair.take(receiver, len(got) + 1))
         if generator.random() < 0.1:
             pair.finish()
-    sender.flush(5)
+    sender.flush(30)
     pair.finish()
     for step_id, tensors in enumerate(got, start=1):
         assert_same(tensors, activations(1 + step_id % MAX_TOKENS, step_id))
@@ -109,7 +112,7 @@ def test_what_was_received_lasts_until_the_next_wait(pair):
     pair.finish()
     assert_same(held, activations(9, 1))
     got = [pair.take(receiver, step_id) for step_id in (2, 3)]
-    sender.flush(5)
+    sender.flush(30)
     pair.finish()
     assert_same(got[0], activations(9, 2))
     assert_same(got[1], activations(9, 3))
@@ -128,9 +131,9 @@ def test_a_buffer_is_not_touched_while_its_send_waits_for_the_peer(pair):
     for step_id in (1, 2, 3):
         receiver.post(step_id, 9)
         got.append(pair.take(receiver, step_id))
-    third.join(5)
+    third.join(30)
     assert not third.is_alive()
-    sender.flush(5)
+    sender.flush(30)
     pair.finish()
     for step_id in (1, 2, 3):
         assert_same(got[step_id - 1], activations(9, step_id))
@@ -144,7 +147,7 @@ def test_a_flush_gives_up_after_its_own_time_not_that_of_a_hop(groups):
         started = time.monotonic()
         with pytest.raises(PeerLost, match="step 1: sending to rank 1 failed"):
             sender.flush(0.2)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < MUCH_LATER_S
 
 
 def test_each_transfer_is_waited_for_once(pair):
@@ -153,8 +156,8 @@ def test_each_transfer_is_waited_for_once(pair):
         receiver.post(step_id, 3)
         pair.give(sender, step_id, activations(3))
         pair.take(receiver, step_id)
-    sender.flush(5)
-    sender.flush(5)
+    sender.flush(30)
+    sender.flush(30)
     pair.finish()
     for group in pair.groups:
         assert list(group.waits.values()) == [1] * 7
@@ -185,7 +188,7 @@ def test_a_peer_that_takes_nothing_is_lost_at_the_deadline(pair):
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 0, step 1: sending to rank 1 failed: Timed out waiting \d+ms"):
         sender.send(3, activations(3))
-    assert 0.2 < time.monotonic() - started < 3
+    assert 0.2 < time.monotonic() - started < MUCH_LATER_S
     assert pair.nccl.num_aborts == (pair.transport == "nccl")
 
 
@@ -195,7 +198,7 @@ def test_a_peer_that_sends_nothing_is_lost_at_the_deadline(pair):
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 1, step 8: nothing came from rank 0: Timed out waiting 300ms"):
         receiver.wait(8)
-    assert 0.2 < time.monotonic() - started < 3
+    assert 0.2 < time.monotonic() - started < MUCH_LATER_S
     assert pair.nccl.num_aborts == (pair.transport == "nccl")
 
 
@@ -225,7 +228,7 @@ def test_a_message_that_ends_before_its_trailer_is_noticed(pair):
     """Not even the trailer that an earlier message left in the buffer may vouch for it."""
     sender, receiver = pair.make_sender(), pair.make_receiver()
     run_three_steps(pair, sender, receiver)
-    sender.flush(5)
+    sender.flush(30)
     pair.finish()
     for buffer in free_buffers(receiver):
         write_trailer(buffer.trailer(3), EPOCH, 4, 3)
@@ -278,7 +281,7 @@ def test_the_two_ends_may_be_of_gloo_and_staged(groups):
     receiver.post(1, 9)
     plain.give(sender, 1, activations(9, 1))
     got = staged.take(receiver, 1)
-    sender.flush(5)
+    sender.flush(30)
     staged.finish()
     assert_same(got, activations(9, 1))
     assert [part.width for part in BOUNDARY] == [tensor.shape[1] for tensor in got]
@@ -290,7 +293,7 @@ def test_a_staged_sender_that_is_no_longer_used_ends_its_thread(groups):
     sender = pair.make_sender()
     (thread,) = set(threading.enumerate()) - before
     del sender
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 

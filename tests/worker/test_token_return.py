@@ -40,18 +40,18 @@ def outbox(context, inbox):
     made.close()
 
 
-def take(inbox: TokenInbox, step_id: int, timeout_s: float = 2.0) -> Accepted:
+def take(inbox: TokenInbox, step_id: int, timeout_s: float = 30.0) -> Accepted:
     accepted = Accepted()
     inbox.take_until(step_id, accepted, timeout_s=timeout_s, peer=1)
     return accepted
 
 
 def test_tokens_come_in_step_order_and_nothing_piles_up(inbox, outbox):
-    outbox.send(0, [], [], [], timeout_s=1)
-    outbox.send(1, [4, 2], [70000, 9], [1, 1], timeout_s=1)
+    outbox.send(0, [], [], [], timeout_s=30)
+    outbox.send(1, [4, 2], [70000, 9], [1, 1], timeout_s=30)
     assert take(inbox, 1) == [(0, [], []), (1, [4, 2], [70000, 9])]
     for step_id in range(2, 6):
-        outbox.send(step_id, [step_id], [1], [1], timeout_s=1)
+        outbox.send(step_id, [step_id], [1], [1], timeout_s=30)
     first = take(inbox, 4)
     rest = take(inbox, 5)
     assert [step_id for step_id, _, _ in first + rest] == [2, 3, 4, 5]
@@ -60,7 +60,7 @@ def test_tokens_come_in_step_order_and_nothing_piles_up(inbox, outbox):
 
 def test_tokens_that_nobody_needs_yet_are_taken_all_the_same(inbox, outbox):
     for step_id in range(3):
-        outbox.send(step_id, [], [], [], timeout_s=1)
+        outbox.send(step_id, [], [], [], timeout_s=30)
     seen = take(inbox, 0)
     while len(seen) < 3:
         seen += take(inbox, 0)
@@ -83,7 +83,7 @@ def test_strangers_and_other_epochs_are_dropped(context, inbox):
 def test_a_step_that_is_missing_or_late_means_that_the_peer_is_lost(inbox, outbox):
     with pytest.raises(PeerLost, match="rank 0, step 0: rank 1 sent no sampled tokens within 0.1 s"):
         take(inbox, 0, timeout_s=0.1)
-    outbox.send(1, [], [], [], timeout_s=1)
+    outbox.send(1, [], [], [], timeout_s=30)
     with pytest.raises(PeerLost, match="tokens of step 0 from rank 1 were lost, 1 came"):
         take(inbox, 1)
 

@@ -18,6 +18,8 @@ from tests.worker.pipeline import Plans, tokens_of
 pytestmark = pytest.mark.e2e
 
 IDLE_S = 4.0
+PROMPT_S = 10.0
+"""Half of what a lost link or a silent core may take, and more than a process takes to end on a busy machine."""
 
 StartCore = Callable[..., FakeCore]
 
@@ -97,7 +99,7 @@ def test_a_signal_ends_a_rank_at_once_whatever_it_waits_for(core_for):
         code, stderr = core.wait(rank)
         assert code == 128 + number
         assert "Traceback" not in stderr
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PROMPT_S
     assert list(core.run_dir.glob("tokens*")) == []
 
 
@@ -120,15 +122,15 @@ def test_the_death_of_the_core_ends_every_rank(core_for):
         core.become_ready(core_pid=stand_in.pid)
         stand_in.kill()
         for rank in range(2):
-            code, stderr = core.wait(rank, timeout_s=2)
+            code, stderr = core.wait(rank, timeout_s=PROMPT_S)
             assert code == 1
             assert "the core's process ended" in stderr
 
 
 def test_another_epoch_or_a_silent_core_ends_the_rank(core_for):
-    core = core_for(2, health_timeout_s=1.5)
+    core = core_for(2, health_timeout_s=3.0)
     core.become_ready()
-    core.serve_for(2.5)
+    core.serve_for(4.0)
     assert [process.poll() for process in core.ranks] == [None, None]
     core.send(0, core.epoch_start(0, epoch=EPOCH + 1))
     code, stderr = core.wait(0)
@@ -138,10 +140,10 @@ def test_another_epoch_or_a_silent_core_ends_the_rank(core_for):
     core.serve_for(0.1)
     core.answers_reports = False
     started = time.monotonic()
-    code, stderr = core.wait(1, timeout_s=5)
+    code, stderr = core.wait(1)
     assert code == 1
-    assert time.monotonic() - started > 0.5
-    assert "the core said nothing for 1.5 s" in stderr
+    assert time.monotonic() - started > 1
+    assert "the core said nothing for 3 s" in stderr
 
 
 def test_a_lost_neighbour_is_reported_with_rank_step_and_peer(core_for):
@@ -150,7 +152,7 @@ def test_a_lost_neighbour_is_reported_with_rank_step_and_peer(core_for):
     core.run(prefill(plans, 0, list(range(5, 30))))
     core.ranks[0].kill()
     core.send(1, plans.step({0: 1}))
-    failed = core.expect(WorkerFailed, 1, timeout_s=5)
+    failed = core.expect(WorkerFailed, 1, timeout_s=PROMPT_S)
     assert (failed.fatal, failed.rank) == (False, 1)
     assert failed.cause.startswith("rank 1, step 2: nothing came from rank 0: ")
     code, stderr = core.wait(1)
@@ -169,21 +171,21 @@ def test_a_frozen_neighbour_is_lost_at_the_deadline_and_a_shutdown_does_not_wait
     core.serve_for(0.3)
     started = time.monotonic()
     core.send(0, Shutdown(core_id=CORE_ID, epoch=EPOCH, reason="test"))
-    code, stderr = core.wait(0, timeout_s=5)
+    code, stderr = core.wait(0)
     assert code == 0, stderr
-    assert 1.5 < time.monotonic() - started < 4
+    assert 1.5 < time.monotonic() - started < PROMPT_S
     core.ranks[1].kill()
 
 
 def test_a_frozen_last_stage_is_lost_at_the_deadline(core_for):
-    core, plans = core_for(2, link_timeout_s=0.5), Plans()
+    core, plans = core_for(2, link_timeout_s=3.0), Plans()
     core.become_ready()
     core.run(prefill(plans, 0, list(range(5, 30))))
     core.ranks[1].send_signal(signal.SIGSTOP)
     core.send(0, plans.step({0: 1}))
     core.send(0, plans.step({0: 1}))
-    failed = core.expect(WorkerFailed, 0, timeout_s=5)
-    assert failed.cause.startswith("rank 0, step 2: rank 1 sent no sampled tokens within 0.5 s")
+    failed = core.expect(WorkerFailed, 0)
+    assert failed.cause.startswith("rank 0, step 2: rank 1 sent no sampled tokens within 3 s")
     assert core.wait(0)[0] == 1
     core.ranks[1].kill()
 
