@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Brigade with what its tests need, then runs ruff, mypy and pytest.
 # Usage: ./scripts/test.sh [pytest arguments]     e.g. ./scripts/test.sh tests/ipc -x, or ./scripts/test.sh -m slow
-# pytest runs twice: first the tests that don't mind company, two at a time, then those marked e2e or alone, one by one.
+# pytest runs twice: first the tests that don't mind company, two at a time, then those marked alone, one by one.
 # Uses the active virtual environment, else .venv in the clone. Exit code 0 when all pass.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -29,7 +29,7 @@ LEAK_GRACE_S = 10.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share", choices=("side-by-side", "alone"),
-        help="only the tests that others may run beside, or only those marked e2e or alone; scripts/test.sh runs both",
+        help="only the tests that others may run beside, or only those marked alone; scripts/test.sh runs both",
     )  # fmt: skip
 
 
@@ -39,8 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     by_share: dict[str, list[pytest.Item]] = {"side-by-side": [], "alone": []}
     for item in items:
-        is_alone = any(item.get_closest_marker(name) for name in ("e2e", "alone"))
-        by_share["alone" if is_alone else "side-by-side"].append(item)
+        by_share["alone" if item.get_closest_marker("alone") else "side-by-side"].append(item)
     items[:] = by_share.pop(share)
     [others] = by_share.values()
     config.hook.pytest_deselected(items=others)

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 ANSWER = " the primary colors of the RGB color model: red, blue, and green."
 MODEL_IN_README = ".cache/demo-model/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def blocks(language: str) -> list[str]:

@@ -32,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MARKER = "BRIGADE_TEST_RUN"
 READY = re.compile(r"^brigade ready: model=.* stages=(?P<stages>\d+) listen=(?P<listen>\S+) http=(?P<http>\S+)$")
 
-READY_S = 90.0
+READY_S = 150.0
 """To the ready line on a busy machine; how fast a start must be is a test of its own."""
 
-STOP_S = 25.0
+STOP_S = 40.0
 GONE_S = 10.0
 """From the end of the launcher, or of any process that the others must not outlive, to the end of all."""
 
@@ -244,7 +244,7 @@ class Engine:
             codes = self.signal_and_wait(signal.SIGTERM)
             expected = [self.exit_code] * len(codes)
             assert self.exit_code is None or codes == expected, f"exit codes {codes}\n{self.output.tail()}"
-            self.wait_gone()
+            self.wait_gone(STOP_S)
             self.check_nothing_left()
         finally:
             self.kill()

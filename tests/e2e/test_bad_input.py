@@ -268,7 +268,7 @@ def test_a_full_queue_refuses_at_once(
     try:
         client = engine.wait_ready().raw
         streams = [client.submit([5, 6, i + 7], max_tokens=150, ignore_eos=True) for i in range(12)]
-        client.pump_until(lambda: sum(s.failed is not None for s in streams) >= 9, 5, lambda: "not refused")
+        client.pump_until(lambda: sum(s.failed is not None for s in streams) >= 9, 30, lambda: "not refused")
         client.wait(streams, 60)
         assert sum(s.finish_reason == "length" for s in streams) == 3
         assert {s.failed.code for s in streams if s.failed is not None} == {"unavailable"}

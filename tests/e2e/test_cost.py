@@ -9,7 +9,7 @@ from tests.conftest import Checkpoints
 from tests.e2e.harness import Engine, EnginePool, cpu_seconds, serve, wait_for_end
 from tests.e2e.test_parity import FLAGS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 IDLE_SHARE = 0.03
 WAKE_SLACK_S = 0.02

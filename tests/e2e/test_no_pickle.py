@@ -67,7 +67,7 @@ def test_number_8_the_source_check_sees(source: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.alone])])
 def test_number_8_a_running_engine_never_pickles(num_nodes: int, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Ranks and core, of one agent and of two, from start to end, with requests of every kind between.
 

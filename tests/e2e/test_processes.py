@@ -18,7 +18,7 @@ from tests.e2e.raw import RawClient, Stream
 from tests.e2e.test_parity import FLAGS
 from tests.oracle import Excused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 RESTART_S = 60.0
 

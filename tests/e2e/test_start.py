@@ -24,7 +24,7 @@ from tests.e2e.harness import Engine, EnginePool, Failure, fail_to_start, serve,
 from tests.e2e.test_parity import FLAGS
 from tests.oracle import Excused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 WITHIN_S = 30.0
 MOST_LINES = 40

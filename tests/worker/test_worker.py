@@ -15,7 +15,7 @@ from tests.oracle import Oracle
 from tests.worker.fake_core import CORE_ID, EPOCH, FakeCore
 from tests.worker.pipeline import Plans, tokens_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 IDLE_S = 4.0
 PROMPT_S = 10.0
