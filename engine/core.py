@@ -25,11 +25,12 @@ from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway
 from engine.grammar_compiler import GrammarCompiler, load_vocabulary
+from engine.metrics import Metrics
 from engine.policies import Deadlines, check_open_room, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
 from engine.sampling_defaults import sampling_defaults
-from engine.scheduler import RequestProgress, Scheduler, SchedulerStats
-from engine.scheduler_config import scheduler_config_of, totals_of
+from engine.scheduler import RequestProgress, Scheduler
+from engine.scheduler_config import scheduler_config_of
 from engine.timeline import Timelines, core_values, stage_values
 from ipc.channel import STEP_MESSAGE_BYTES, open_socket
 from ipc.codec import Frame, encode
@@ -106,10 +107,8 @@ class EngineCore:
         """Leaving it is what makes a final message final."""
         self._waiting_to_attach: set[ClientId] = set()
         self._failed_epochs = 0
-        self._num_restarts = 0
         self._num_requests = 0
-        self._totals: dict[str, int] = {}
-        """Of past epochs."""
+        self._metrics = Metrics()
         self._deadlines = Deadlines()
         """Of open requests."""
         self._costs = FittedCosts(config.num_stages)
@@ -285,6 +284,7 @@ class EngineCore:
             self._give_up(f"the workers' output can't be trusted: {error}")
             return
         self._recorder.doing(Kind.ANSWER)
+        self._metrics.tokens_came(progresses, time.monotonic())
         for progress in progresses:
             self._report(progress)
         self._gateway.send_updates()
@@ -322,16 +322,16 @@ class EngineCore:
         if self._agent_deadline is None:
             logger.warning("epoch %d ended: %s", event.epoch, event.cause)
         produced = False
+        stats = None
         if self._scheduler is not None:
             stats = self._scheduler.stats()
             produced = stats.num_generated_tokens > 0
-            self._totals = self._totals_with(stats)
             lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
             for request in self._scheduler.unfinished():
                 if not request.is_closed:
                     self._fail(request, lost)
             self._scheduler = None
-        self._num_restarts += 1
+        self._metrics.epoch_ended(stats, event.reports)
         self._failed_epochs = 0 if produced else self._failed_epochs + 1
         if event.fatal or self._failed_epochs >= MAX_FAILED_EPOCHS:
             self._give_up(event.cause)
@@ -345,7 +345,7 @@ class EngineCore:
                 try:
                     self._add(client, message)
                 except RequestError as error:
-                    self._gateway.fail(client, message.request_id, error)
+                    self._gateway.refuse(client, message.request_id, error)
             case AbortRequest() as message:
                 for request in self._open.find(client, message.request_id, message.index):
                     if not request.is_closed:
@@ -459,7 +459,7 @@ class EngineCore:
 
     def _send_output(self, request: Request, progress: RequestProgress, *, finish_reason: str | None) -> None:
         if finish_reason is not None:
-            self._close(request)
+            self._close(request, finish_reason)
         elif request.takes_updates and request.is_introduced and not (progress.logprobs or progress.prompt_logprobs):
             self._gateway.update(request, progress.new_token_ids)
             return
@@ -487,13 +487,14 @@ class EngineCore:
         for choice in self._open.find(request.client, request.request_id):
             if choice is not request:
                 self._withdraw(choice, "abort")
-            self._close(choice)
+            self._close(choice, "error")
         self._gateway.send_updates()
         self._gateway.fail(request.client, request.request_id, error)
 
-    def _close(self, request: Request) -> None:
+    def _close(self, request: Request, reason: str) -> None:
         """From here on it gets no more messages."""
         request.is_closed = True
+        self._metrics.ended(request, reason, time.monotonic())
         self._deadlines.discard(request)
         following = self._open.remove(request)
         if following is not None:
@@ -509,7 +510,7 @@ class EngineCore:
         gone = [request for request in self._open if request.client == client]
         for request in gone:
             self._withdraw(request, "abort")
-            self._close(request)
+            self._close(request, "disconnect")
         if gone:
             logger.info("a client is gone; %d of its requests were ended", len(gone))
         self._waiting_to_attach.discard(client)
@@ -557,30 +558,15 @@ class EngineCore:
         return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
 
     def _stats(self) -> Scalars:
+        stats = None if self._scheduler is None else self._scheduler.stats()
+        reports = self._executor.stage_reports()
         values: Scalars = {
+            "ready": stats is not None,
             "epoch": self._executor.epoch,
             "num_stages": self._config.num_stages,
-            "requests_running": 0,
-            "requests_waiting": len(self._queue) + self._open.num_held,
-            "kv_blocks_total": 0,
-            "kv_blocks_free": 0,
-            "steps_in_flight": 0,
-            "worker_restarts_total": self._num_restarts,
-            **self._totals_with(None),
+            **self._metrics.values(stats, reports, num_outside=len(self._queue) + self._open.num_held),
+            **{f"requests_refused_total_{code}": count for code, count in self._gateway.num_refused.items()},
         }
-        if self._scheduler is not None:
-            stats = self._scheduler.stats()
-            values.update(
-                requests_running=stats.running,
-                requests_waiting=stats.waiting + self._open.num_held,
-                kv_blocks_total=stats.total_blocks,
-                kv_blocks_free=stats.free_blocks,
-                steps_in_flight=stats.steps_in_flight,
-                num_cohorts=stats.num_cohorts,
-                **self._totals_with(stats),
-                **{f"cost_{name}": value for name, value in asdict(self._costs.coefficients).items()},
-            )
-        return values | core_values(self._recorder) | stage_values(self._executor.stage_reports())
-
-    def _totals_with(self, stats: SchedulerStats | None) -> dict[str, int]:
-        return {name: self._totals.get(name, 0) + count for name, count in totals_of(stats).items()}
+        if stats is not None:
+            values |= {f"cost_{name}": value for name, value in asdict(self._costs.coefficients).items()}
+        return values | core_values(self._recorder) | stage_values(reports)

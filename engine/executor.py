@@ -13,9 +13,9 @@ A hello in any later state means that the group was restarted: the epoch ends an
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -87,6 +87,8 @@ class EpochEnded:
     fatal: bool
     """No restart can cure the cause."""
     was_ready: bool
+    reports: Mapping[int, StageReport] = field(default_factory=dict)
+    """The newest one of each rank that had sent any."""
 
 
 Event = EpochReady | EpochEnded | ModelRunnerOutput | TimelineReport
@@ -354,12 +356,13 @@ class Executor:
 
     def _end_epoch(self, cause: str, *, fatal: bool) -> list[Event]:
         was_ready = self.phase is Phase.READY
+        reports = {rank: newest for rank, (newest, _) in self.stage_reports().items()}
         if fatal:
             self.shut_down(cause, exit_code=1)
         self.phase = Phase.GATHERING
         self._members.clear()
         self._plan = None
-        return [EpochEnded(epoch=self.epoch, cause=cause, fatal=fatal, was_ready=was_ready)]
+        return [EpochEnded(epoch=self.epoch, cause=cause, fatal=fatal, was_ready=was_ready, reports=reports)]
 
     # ------------------------------------------------------------------------------------------ sending
 

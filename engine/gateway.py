@@ -6,6 +6,7 @@ it; a client that can't be reached any more has its requests aborted.
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,9 @@ FROM_CLIENT = (AddRequest, AbortRequest, Attach, Control)
 
 _IN_USE = "is in use; choose another address, or give none and take the one in the ready line"
 
+REFUSAL_CODES = ("bad_request", "duplicate", "unavailable", "internal")
+"""With which a message may be turned away."""
+
 HEARTBEAT_MS = 5_000
 """Between signs of life on an idle client connection; a peer silent for three of them is dropped by ZeroMQ."""
 
@@ -56,6 +60,8 @@ class Gateway:
         """
         self.sockets: list[zmq.Socket[bytes]] = []
         self.addresses: list[str] = []
+        self.num_refused = Counter(dict.fromkeys(REFUSAL_CODES, 0))
+        """Messages that were turned away, by the code of the answer."""
         self._context = context
         self._core_id = core_id
         self._lost: set[ClientId] = set()
@@ -95,9 +101,9 @@ class Gateway:
                     message = decode(rest, FROM_CLIENT, max_head_bytes=MAX_CLIENT_HEAD_BYTES)
                     yield FromClient(client=client, message=message)
                 except ProtocolError as error:
-                    self.fail(client, request_id_of(rest), RequestError(str(error), field=_field_of(error)))
+                    self.refuse(client, request_id_of(rest), RequestError(str(error), field=_field_of(error)))
                 except RequestError as error:
-                    self.fail(client, request_id_of(rest), error)
+                    self.refuse(client, request_id_of(rest), error)
 
     def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply | TimelineReply | TokenUpdates) -> None:
         """Queue a message; a client that is gone or takes nothing is remembered as lost."""
@@ -135,6 +141,11 @@ class Gateway:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self._lost.add(client)
+
+    def refuse(self, client: ClientId, request_id: str, error: RequestError) -> None:
+        """Queue the error with which a message is turned away."""
+        self.num_refused[error.code] += 1
+        self.fail(client, request_id, error)
 
     def fail(self, client: ClientId, request_id: str, error: RequestError) -> None:
         """Queue the error that ends a request."""

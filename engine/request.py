@@ -120,6 +120,10 @@ class Request:
     """Prompt positions whose log probabilities the client has; the first position has none. Survives preemption."""
     has_started: bool = False
     """Ran at least once, in this epoch or an earlier one."""
+    started_at: float = 0.0
+    """When it first ran, on the scheduler's clock."""
+    last_token_at: float = 0.0
+    """When its newest token came from the workers, on the clock of ``arrival_time``; 0 before its first one."""
     num_cached_tokens: int = 0
     """Of the prompt, those that were there when the request first ran."""
     cache_node: int = NO_CACHE_NODE

@@ -364,6 +364,7 @@ class Scheduler:
         assert num_tokens and gained is not None, "admission made sure of time and blocks"
         if not request.has_started:
             request.has_started = True
+            request.started_at = self._clock()
             self._num_prompt_tokens += request.num_prompt_tokens
         plan.add_new(request, num_tokens, named_by_step)
 

@@ -182,7 +182,7 @@ def stage_values(reports: Mapping[int, tuple[StageReport, StageReport | None]]) 
         values[f"{name}_steps"] = report.num_steps
         values[f"{name}_queue_depth"] = report.queue_depth
         values |= {f"{name}_{key}": value for key, value in _graph_values(report).items()}
-        seconds, seconds_before = _seconds(report), _seconds(before)
+        seconds, seconds_before = stage_seconds(report), stage_seconds(before)
         passed = sum(seconds.values()) - sum(seconds_before.values())
         for cause, total in seconds.items():
             values[f"{name}_{cause}_s"] = total
@@ -205,7 +205,8 @@ def _graph_values(report: StageReport) -> Scalars:
     }
 
 
-def _seconds(report: StageReport | None) -> dict[str, float]:
+def stage_seconds(report: StageReport | None) -> dict[str, float]:
+    """Where a stage's time went, by cause, since its epoch began; all zero without a report."""
     if report is None:
         return dict.fromkeys(("busy", "plan_wait", "receive_wait", "token_wait", "send_wait", "mask_wait"), 0.0)
     return {
