@@ -167,14 +167,14 @@ class SamplingParams:
             raise _refused("min_tokens", self.min_tokens, f"must not be above max_tokens={self.max_tokens}")
 
     def _check_numbers(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
+        for name, (low, high) in INTEGER_LIMITS.items():
             value = getattr(self, name)
             if value is not None or _DEFAULTS[name] is not None:
                 _check_int(name, value, low, high)
-        for name, (least, most) in _NUMBERS.items():
+        for name, (least, most) in NUMBER_LIMITS.items():
             value = getattr(self, name)
             if value is not None or _DEFAULTS[name] is not None:
-                _check_number(name, value, least, most, excludes_least=name in _ABOVE_ZERO)
+                _check_number(name, value, least, most, excludes_least=name in ABOVE_ZERO)
 
     def _check_texts(self) -> None:
         _freeze_items(self, "stop", str, MAX_STOP_STRINGS)
@@ -357,7 +357,7 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) i
 
 _BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if type(default) is bool)
 
-_INTEGERS = {
+INTEGER_LIMITS = {
     "max_tokens": (1, MAX_TOKENS),
     "top_k": (0, MAX_TOKEN_ID),
     "seed": (0, MAX_SEED),
@@ -368,9 +368,10 @@ _INTEGERS = {
 }
 """Least and most; None is no value only where it is the default."""
 
-_ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty")
+ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty")
+"""Of these the least value itself is no value."""
 
-_NUMBERS = {
+NUMBER_LIMITS = {
     "temperature": (0.0, MAX_TEMPERATURE),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),

@@ -44,7 +44,7 @@ class Seconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "seconds"
 
     def __init__(self, least: float) -> None:
-        self._least = least
+        self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Seconds as a number; fails with a usage error."""
@@ -52,8 +52,8 @@ class Seconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]
             seconds = float(value)
         except ValueError:
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        if not self._least <= seconds <= MAX_SECONDS:
-            self.fail(f"{value} must be between {self._least:g} and {MAX_SECONDS:g} seconds", param, ctx)
+        if not self.least <= seconds <= MAX_SECONDS:
+            self.fail(f"{value} must be between {self.least:g} and {MAX_SECONDS:g} seconds", param, ctx)
         return seconds
 
 
