@@ -4,15 +4,20 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
-from engine import Client, Output, SamplingParams, StructuredOutput
+from engine import Client, Output
+from engine.outputs import TokenLogprob
+from engine.progress import BatchProgress, ProgressBar
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import ConfigError, PeerLost, RequestError
+from scripts.options import GroupedCommand
+from scripts.prompt_files import Job, read_jobs
+from scripts.sampling_options import sampling_options, sampling_values
 
 MAX_OPEN_REQUESTS = 64
 """Sent ahead of the one being printed: enough to fill a batch, few enough to refuse nobody else's."""
@@ -27,16 +32,55 @@ EXIT_INTERRUPTED = 130
 class Answer:
     """What came back for one prompt, as it stands at the end."""
 
-    text: str = ""
-    token_ids: Sequence[int] = ()
-    finish_reason: str | None = None
-    seed: int = 0
-    index: int = 0
-    """Which choice it is."""
+    output: Output | None = None
+    """Of one choice; None if the request failed."""
     error: RequestError | None = None
 
 
-@click.command(name="generate")
+@dataclass(slots=True, kw_only=True)
+class _Printer:
+    """Where answers go, and what was counted on the way."""
+
+    as_json: bool
+    file: TextIO | None = None
+    """Takes the lines of JSON instead of standard output."""
+    bar: ProgressBar
+    num_total: int
+    num_done: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+
+    def count_tokens(self, count: int) -> None:
+        self.num_tokens += count
+        self._show()
+
+    def finish(self, index: int, job: Job, answers: Sequence[Answer], *, was_streamed: bool) -> None:
+        self.num_done += 1
+        self.num_failed += any(answer.error is not None for answer in answers)
+        for answer in answers:
+            if self.as_json:
+                self._line(json.dumps(_as_record(index, job, answer), ensure_ascii=False))
+            elif answer.error is not None:
+                where = f"prompt {index + 1}: " if self.num_total > 1 else ""
+                click.echo(f"Error: {where}{answer.error}", err=True)
+            elif answer.output is not None and not was_streamed:
+                click.echo(f"[{answer.output.index}] {answer.output.text}")
+        self._show()
+
+    def _line(self, text: str) -> None:
+        if self.file is None:
+            click.echo(text)
+        else:
+            self.file.write(text + "\n")
+            self.file.flush()
+
+    def _show(self) -> None:
+        self.bar(BatchProgress(
+            num_total=self.num_total, num_done=self.num_done, num_failed=self.num_failed, num_tokens=self.num_tokens
+        ))
+
+
+@click.command(name="generate", cls=GroupedCommand, context_settings={"max_content_width": 120})
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--file",
@@ -46,59 +90,34 @@ class Answer:
     help="Read a prompt from this file, '-' for standard input. Repeatable.",
 )
 @click.option("--lines", is_flag=True, help="Every line that is not empty, of files and standard input, is a prompt.")
+@click.option("--jsonl", is_flag=True, help="Every such line is a JSON object with a prompt or messages.")
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead of streaming text.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: up to the model's limit]")
-@click.option("--temperature", type=float, help="0 always takes the likeliest token.  [default: the model's, else 1]")
-@click.option("--top-k", type=int, help="Draw from the k likeliest tokens; 0 from all.  [default: the model's, else 0]")
-@click.option("--top-p", type=float, help="Draw from the likeliest, up to this sum.  [default: the model's, else 1]")
-@click.option("--n", type=int, default=1, show_default=True, help="Answers to each prompt, with seeds derived from one.")
-@click.option("--seed", type=int, help="Same seed, same tokens.  [default: drawn by the engine]")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text. Repeatable.")
-@click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End after this token. Repeatable.")
-@click.option(
-    "--json-schema",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="The answer is JSON that fits this schema.",
-)
-@click.option("--json-object", is_flag=True, help="The answer is a JSON object.")
-@click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")
-@click.option("--choice", multiple=True, metavar="TEXT", help="The answer is one of these. Repeat it for each.")
-@click.option(
-    "--grammar",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="The answer is of the language of this grammar, in Lark or EBNF.",
-)
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model's own end token.")
+@click.option("--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+              help="Write these lines into a file, and show on a terminal how far it is.")
+@sampling_options()
 def command(
-    prompts: tuple[str, ...],
-    files: tuple[str, ...],
-    lines: bool,
-    connect: str,
-    as_json: bool,
-    json_schema: str | None,
-    json_object: bool,
-    regex: str | None,
-    choice: tuple[str, ...],
-    grammar: str | None,
-    **sampling: Any,
-) -> None:
+    prompts: tuple[str, ...], files: tuple[str, ...], lines: bool, jsonl: bool, connect: str, as_json: bool,
+    output: str | None, **sampling: Any,
+) -> None:  # fmt: skip
     """Ask a running engine to continue each PROMPT.
 
     Without a PROMPT and without --file, standard input is the prompt. The newline at its end, or at a file's, is not
     part of it. Answers come in the order of the prompts (arguments first); the text of an answer is printed as it
     arrives, with a newline behind it.
 
+    With --jsonl each line of the input is an object with "prompt" (text, or a list of token ids) or "messages" (objects
+    with role and content), and if it likes "id" (told again in the answer) and "params" (sampling parameters of
+    docs/sampling.md, which win over the options).
+
     An answer can be made to have a form, by one of --json-schema, --json-object, --regex, --choice and --grammar; see
     docs/structured.md.
 
     With --n above 1 the answers to a prompt are printed when the last of them is there, each with its index in front.
 
-    With --json each line has index, prompt, text, token_ids, finish_reason ("stop" or "length") and the seed in use, or
-    for a request that failed index, prompt and error (code, message, field). With --n above 1 each answer has a line of
-    its own, with choice.
+    With --json each line has index, prompt (or messages), text, token_ids, finish_reason ("stop" or "length") and the seed
+    in use, id and logprobs where they were asked for; or for a request that failed index, prompt and error (code, message,
+    field). With --n above 1 each answer has a line of its own, with choice.
 
     \b
     Exit codes:
@@ -109,90 +128,56 @@ def command(
       130  interrupted; open requests were ended
     """
     try:
-        structured = None
-        if json_schema or json_object or regex is not None or choice or grammar:
-            structured = StructuredOutput(
-                json_schema=None if json_schema is None else _read_text(json_schema),
-                json_object=json_object,
-                regex=regex,
-                choice=choice,
-                grammar=None if grammar is None else _read_text(grammar),
-            )
-        params = SamplingParams(**sampling, structured=structured)
-        texts = _read_prompts(prompts, files, lines)
-        with Client(connect) as client:
-            num_failed = _answer_all(client, texts, params, as_json)
-    except (PeerLost, ConfigError, RequestError) as error:
+        if lines and jsonl:
+            raise RequestError("--lines and --jsonl are two ways to read a line; give one of them")
+        jobs = read_jobs(prompts, files, lines=lines, jsonl=jsonl, values=sampling_values(sampling))
+        with ExitStack() as stack:
+            client = stack.enter_context(Client(connect))
+            file = None if output is None else stack.enter_context(open(output, "w", encoding="utf-8"))
+            # Text on the same terminal would tear the bar.
+            is_hidden = output is None and (not as_json or sys.stdout.isatty())
+            bar = stack.enter_context(ProgressBar(len(jobs), hidden=is_hidden))
+            printer = _Printer(as_json=as_json or output is not None, file=file, bar=bar, num_total=len(jobs))
+            _answer_all(client, jobs, printer)
+    except (PeerLost, ConfigError, RequestError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    if num_failed:
+    if printer.num_failed:
         sys.exit(EXIT_REQUEST_FAILED)
 
 
-def _read_prompts(prompts: Sequence[str], files: Sequence[str], split_lines: bool) -> list[str]:
-    """All prompts in order. Raises RequestError when there is none, or one that is not UTF-8 text."""
-    if not prompts and not files:
-        if sys.stdin.isatty():
-            raise RequestError("no prompt: give one as an argument, with --file, or on standard input")
-        files = ("-",)
-    found = list(prompts)
-    for name in files:
-        text = _read_text(name)
-        found += [line for line in text.splitlines() if line] if split_lines else [text.removesuffix("\n")]
-    if not found:
-        raise RequestError("no prompt: the input has no line that is not empty")
-    return found
+def _answer_all(client: Client, jobs: Sequence[Job], printer: _Printer) -> None:
+    """Print every answer in order, with the requests behind it under way already."""
+    for index, (job, stream) in enumerate(_sent_ahead(client, jobs)):
+        is_streamed = not printer.as_json and job.params.n == 1
+        answers = [stream] if isinstance(stream, Answer) else _follow(stream, printer, streamed=is_streamed)
+        printer.finish(index, job, answers, was_streamed=is_streamed)
 
 
-def _read_text(name: str) -> str:
-    try:
-        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise RequestError(f"{name}: {error.strerror}") from None
-
-
-def _answer_all(client: Client, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> int:
-    """Print every answer in order, with the requests behind it under way already. Returns how many failed."""
-    num_failed = 0
-    for index, (prompt, stream) in enumerate(_sent_ahead(client, prompts, params)):
-        is_streamed = not as_json and params.n == 1
-        answers = [stream] if isinstance(stream, Answer) else _follow(stream, streamed=is_streamed)
-        num_failed += any(answer.error is not None for answer in answers)
-        for answer in answers:
-            if as_json:
-                record = _as_record(index, prompt, answer, shows_choice=params.n > 1)
-                click.echo(json.dumps(record, ensure_ascii=False))
-            elif answer.error is not None:
-                where = f"prompt {index + 1}: " if len(prompts) > 1 else ""
-                click.echo(f"Error: {where}{answer.error}", err=True)
-            elif not is_streamed:
-                click.echo(f"[{answer.index}] {answer.text}")
-    return num_failed
-
-
-def _sent_ahead(
-    client: Client, prompts: Sequence[str], params: SamplingParams
-) -> Iterator[tuple[str, Iterable[Output] | Answer]]:
-    """Each prompt with the stream of its outputs, or with an Answer when it could not even be sent."""
-    under_way: deque[tuple[str, Iterable[Output] | Answer]] = deque()
-    for prompt in prompts:
+def _sent_ahead(client: Client, jobs: Sequence[Job]) -> Iterator[tuple[Job, Iterable[Output] | Answer]]:
+    """Each job with the stream of its outputs, or with an Answer when it could not even be sent."""
+    under_way: deque[tuple[Job, Iterable[Output] | Answer]] = deque()
+    for job in jobs:
         try:
-            under_way.append((prompt, client.generate(prompt, params)))
+            under_way.append((job, _send(client, job)))
         except RequestError as error:
-            under_way.append((prompt, Answer(error=error)))
+            under_way.append((job, Answer(error=error)))
         if len(under_way) >= MAX_OPEN_REQUESTS:
             yield under_way.popleft()
     yield from under_way
 
 
-def _follow(stream: Iterable[Output], *, streamed: bool) -> list[Answer]:
+def _send(client: Client, job: Job) -> Iterable[Output]:
+    if job.prompt is None:
+        return client.chat(job.messages or [], job.params)
+    return client.generate(job.prompt, job.params)
+
+
+def _follow(stream: Iterable[Output], printer: _Printer, *, streamed: bool) -> list[Answer]:
     """Read one stream to its end, or to its error; ``streamed`` prints the text of the only choice as it comes."""
-    answers: dict[int, Answer] = {}
+    outputs: dict[int, Output] = {}
     printed = False
     failed: RequestError | None = None
     try:
@@ -200,10 +185,8 @@ def _follow(stream: Iterable[Output], *, streamed: bool) -> list[Answer]:
             if streamed:
                 click.echo(output.delta, nl=False)
                 printed = printed or bool(output.delta)
-            answers[output.index] = Answer(
-                text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason, seed=output.seed,
-                index=output.index,
-            )  # fmt: skip
+            outputs[output.index] = output
+            printer.count_tokens(output.num_new_tokens)
     except RequestError as error:
         failed = error
     except PeerLost:
@@ -212,16 +195,29 @@ def _follow(stream: Iterable[Output], *, streamed: bool) -> list[Answer]:
         raise
     if streamed and (printed or failed is None):
         click.echo()
-    return [Answer(error=failed)] if failed is not None else [answers[index] for index in sorted(answers)]
+    return [Answer(error=failed)] if failed is not None else [Answer(output=outputs[index]) for index in sorted(outputs)]
 
 
-def _as_record(index: int, prompt: str, answer: Answer, *, shows_choice: bool) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "prompt": prompt}
-    if shows_choice and answer.error is None:
-        record["choice"] = answer.index
+def _as_record(index: int, job: Job, answer: Answer) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": index, **job.as_record()}
     if answer.error is not None:
         error = answer.error
         return record | {"error": {"code": error.code, "message": str(error), "field": error.field}}
-    token_ids = list(answer.token_ids)
-    ending = {"finish_reason": answer.finish_reason, "seed": answer.seed}
-    return record | {"text": answer.text, "token_ids": token_ids} | ending
+    output = answer.output
+    assert output is not None
+    if job.params.n > 1:
+        record["choice"] = output.index
+    record |= {"text": output.text, "token_ids": list(output.token_ids)}
+    record |= {"finish_reason": output.finish_reason, "seed": output.seed}
+    if job.params.logprobs is not None:
+        record["logprobs"] = [_as_entry(entry) for entry in output.logprobs or []]
+    if job.params.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [None if entry is None else _as_entry(entry) for entry in output.prompt_logprobs]
+    return record
+
+
+def _as_entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id, "text": entry.text, "logprob": entry.logprob, "rank": entry.rank,
+        "top": [list(pair) for pair in entry.top],
+    }  # fmt: skip

@@ -61,7 +61,7 @@ class EchoClient:
             token_ids = [ord(character) for character in text[:end]]
             yield SimpleNamespace(
                 delta=text[end - 1], text=text[:end], token_ids=token_ids, finish_reason=finish_reason, seed=7,
-                index=index,
+                index=index, num_new_tokens=1, logprobs=None, prompt_logprobs=None,
             )
         self.num_open -= 1
 
