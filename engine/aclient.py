@@ -1,19 +1,35 @@
 """The asyncio client: the same calls as in ``client.py``, awaited."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from engine.batch import Result, check_list, params_of_batch, room_for, run_batch_async
 from engine.outputs import Answers, Output
+from engine.progress import ProgressHook
 from engine.prompts import Prepared, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.aclient import AsyncTokenClient, AsyncTokenStream
-from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id
+from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import PeerLost
 from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
+from ipc.views import RequestsReply
+
+
+class _Attachment(NamedTuple):
+    tokens: AsyncTokenClient
+    text: TextSide
+
+
+class _Sent(NamedTuple):
+    stream: AsyncTokenStream
+    answers: Answers
+
+
+Prepare = Callable[[TextSide], Prepared]
 
 
 class AsyncClient:
@@ -22,11 +38,20 @@ class AsyncClient:
         async with AsyncClient() as client:
             async for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.delta, end="")
+
+    When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
+    given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
     """
 
-    def __init__(self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S) -> None:
-        self._tokens = AsyncTokenClient(addr, timeout_s=timeout_s)
-        self._attached_text: TextSide | None = None
+    def __init__(
+        self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S, reconnect_s: float | None = None
+    ) -> None:
+        self._addr = addr
+        self._timeout_s = check_timeout(timeout_s)
+        self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
+        self._attaching = asyncio.Lock()
+        self._is_closed = False
+        self._attachment: _Attachment | None = None
 
     async def attach(self) -> "AsyncClient":
         """What ``async with`` does on entry.
@@ -34,13 +59,11 @@ class AsyncClient:
         Raises:
             PeerLost: no engine answered at ``addr`` within ``timeout_s``.
             ConfigError: its tokenizer is not one that this version can read.
+            RequestError: ``addr`` is not an address.
         """
-        model = await self._tokens.attach()
-        try:
-            self._attached_text = await asyncio.to_thread(TextSide, model)  # parsing takes a while
-        except BaseException:
-            await self._tokens.aclose()
-            raise
+        async with self._attaching:
+            if self._attachment is None:
+                self._attachment = await _attach(self._addr, self._timeout_s)
         return self
 
     async def __aenter__(self) -> "AsyncClient":
@@ -54,12 +77,12 @@ class AsyncClient:
     @property
     def model(self) -> ModelInfo:
         """What the engine serves: name, limits, and the model's text files."""
-        return self._tokens.model
+        return self._attachment_now().tokens.model
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError when it has none."""
-        return self._text().tokenizer
+        return self._attachment_now().text.tokenizer
 
     def generate(
         self,
@@ -80,7 +103,7 @@ class AsyncClient:
             RequestError: the prompt can't be used. The engine's own refusals come while iterating.
             PeerLost: the engine is gone.
         """
-        return self._send(self._text().prepare(prompt, params), request_id, priority, timeout_s)
+        return self._prompt(prompt, params, request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -96,56 +119,152 @@ class AsyncClient:
 
         ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
         """
-        return self._send(self._text().prepare_chat(messages, params, template_variables), request_id, priority, timeout_s)
+        return self._conversation(messages, params, template_variables, request_id, priority, timeout_s)
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressHook = False,
+        max_open: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
+        """Answers to all prompts, in their order, when the last one is there. Arguments and errors as in ``Client``."""
+        asked = check_list("prompts", prompts, "prompts, each a text or a list of token ids")
+        rules = params_of_batch(params, len(asked))
+
+        def send(index: int) -> AsyncGeneration:
+            return self._prompt(asked[index], rules[index], None, priority, timeout_s)
+
+        room = room_for(max_open, self.model.max_num_seqs, rules)
+        return await run_batch_async(len(asked), self._attached, send, room, progress)
+
+    async def chat_batch(
+        self,
+        conversations: Iterable[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressHook = False,
+        max_open: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **template_variables: Any,
+    ) -> list[Result]:
+        """The same for conversations, each a list of messages as ``chat`` takes them."""
+        asked = check_list("conversations", conversations, "lists of messages")
+        rules = params_of_batch(params, len(asked))
+
+        def send(index: int) -> AsyncGeneration:
+            return self._conversation(asked[index], rules[index], template_variables, None, priority, timeout_s)
+
+        room = room_for(max_open, self.model.max_num_seqs, rules)
+        return await run_batch_async(len(asked), self._attached, send, room, progress)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
-        return self._text().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens."""
-        return self._text().tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its choice ``index``; each choice that ends gets a last output. Harmless for ids that are
         unknown or over.
         """
-        await self._tokens.abort(request_id, index)
+        await (await self._attached()).tokens.abort(request_id, index)
 
     async def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name."""
-        return await self._tokens.stats(timeout_s)
+        return await (await self._attached()).tokens.stats(timeout_s)
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises RequestError or PeerLost when they can't."""
-        return await self._tokens.health(timeout_s)
+        return await (await self._attached()).tokens.health(timeout_s)
 
     async def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
-        await self._tokens.reset_prefix_cache(timeout_s)
+        await (await self._attached()).tokens.reset_prefix_cache(timeout_s)
 
     async def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
         """What the core and every rank did in the last seconds (see ipc/spans.py). Raises RequestError or PeerLost.
 
         A rank that does not answer in time has a lane with an error instead of spans.
         """
-        return await self._tokens.timeline(seconds, timeout_s)
+        return await (await self._attached()).tokens.timeline(seconds, timeout_s)
+
+    async def requests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> RequestsReply:
+        """Which requests of all clients are open, and how far each is (see ipc/views.py); nothing of their text."""
+        return await (await self._attached()).tokens.requests(timeout_s)
 
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""
-        await self._tokens.aclose()
+        self._is_closed = True
+        if self._attachment is not None:
+            await self._attachment.tokens.aclose()
 
-    def _text(self) -> TextSide:
-        if self._attached_text is None:
+    def _attachment_now(self) -> _Attachment:
+        if self._attachment is None:
             raise PeerLost("the client is not attached; use it in `async with`, or await attach() first")
-        return self._attached_text
+        return self._attachment
 
-    def _send(self, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None) -> "AsyncGeneration":
-        answers = self._text().answers(check_request_id(request_id), prepared)
-        stream = self._tokens.generate(
-            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s
-        )
-        return AsyncGeneration(stream, answers)
+    def _may_reattach(self) -> bool:
+        return self._reconnect_s is not None and not self._is_closed and self._attachment_now().tokens.is_lost
+
+    async def _attached(self) -> _Attachment:
+        """What is there; a new one if that is lost and may be replaced. Raises PeerLost when nobody answers in time."""
+        if self._may_reattach():
+            async with self._attaching:
+                if self._may_reattach():
+                    assert self._reconnect_s is not None
+                    self._attachment = await _attach(self._addr, self._reconnect_s)
+                    if self._is_closed:
+                        await self._attachment.tokens.aclose()
+        return self._attachment_now()
+
+    def _prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str | None, priority: int,
+        timeout_s: float | None,
+    ) -> "AsyncGeneration":  # fmt: skip
+        return self._generation(lambda text: text.prepare(prompt, params), request_id, priority, timeout_s)
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, variables: Mapping[str, Any],
+        request_id: str | None, priority: int, timeout_s: float | None,
+    ) -> "AsyncGeneration":  # fmt: skip
+        return self._generation(lambda text: text.prepare_chat(messages, params, variables), request_id, priority, timeout_s)
+
+    def _generation(
+        self, prepare: Prepare, request_id: str | None, priority: int, timeout_s: float | None
+    ) -> "AsyncGeneration":
+        """Sent now; or, when the engine must be found again first, when its first output is awaited."""
+        request_id = check_request_id(request_id)
+
+        def send(attachment: _Attachment) -> _Sent:
+            prepared = prepare(attachment.text)
+            stream = attachment.tokens.generate(
+                prepared.token_ids, prepared.params, request_id, priority=priority, timeout_s=timeout_s
+            )
+            return _Sent(stream, attachment.text.answers(request_id, prepared))
+
+        async def find_and_send() -> _Sent:
+            return send(await self._attached())
+
+        if self._may_reattach():
+            return AsyncGeneration(request_id, None, find_and_send)
+        return AsyncGeneration(request_id, send(self._attachment_now()), find_and_send)
+
+
+async def _attach(addr: str, timeout_s: float) -> _Attachment:
+    tokens = AsyncTokenClient(addr, timeout_s=timeout_s)
+    model = await tokens.attach()
+    try:
+        return _Attachment(tokens, await asyncio.to_thread(TextSide, model))  # parsing takes a while
+    except BaseException:
+        await tokens.aclose()
+        raise
 
 
 class AsyncGeneration:
@@ -155,30 +274,48 @@ class AsyncGeneration:
     the request. So does cancelling the task that reads it, also by a deadline around a single ``anext``; see AsyncTokenStream.
     """
 
-    def __init__(self, stream: AsyncTokenStream, answers: Answers) -> None:
-        self.request_id = stream.request_id
-        self._stream = stream
-        self._answers = answers
+    def __init__(self, request_id: str, sent: _Sent | None, send: Callable[[], Awaitable[_Sent]]) -> None:
+        """``sent`` None: ``send`` is awaited first, once."""
+        self.request_id = request_id
+        self._sent = sent
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._was_tried = False
+        self._is_closed = False
 
     def __aiter__(self) -> "AsyncGeneration":
         return self
 
     async def __anext__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
-        while not self._answers.are_over:
-            output = self._answers.take(await anext(self._stream), self._stream)
+        if self._sent is None:
+            await self._send_once()
+        if self._sent is None:
+            raise StopAsyncIteration
+        stream, answers = self._sent
+        while not answers.are_over:
+            output = answers.take(await anext(stream), stream)
             if output is not None:
                 return output
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""
-        self._stream.close()
+        self._is_closed = True
+        if self._sent is not None:
+            self._sent.stream.close()
 
     async def __aenter__(self) -> "AsyncGeneration":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         await self.aclose()
+
+    async def _send_once(self) -> None:
+        async with self._sending:
+            if self._sent is not None or self._was_tried or self._is_closed:
+                return
+            self._was_tried = True  # also if it fails or is cancelled
+            self._sent = await self._send()
+            if self._is_closed:
+                self._sent.stream.close()

@@ -101,6 +101,13 @@ class OpenRequests:
         """All, newest first, so that who ends them in this order ends those that wait before whom they wait for."""
         return iter([request for choices in reversed(self._choices.values()) for request in reversed(choices.values())])
 
+    def oldest_first(self) -> Iterator[Request]:
+        """All in order of arrival; nothing may be added or removed meanwhile."""
+        return (request for choices in self._choices.values() for request in choices.values())
+
+    def is_held(self, request: Request) -> bool:
+        return request.internal_id in self._ahead
+
     @property
     def num_held(self) -> int:
         return len(self._ahead)

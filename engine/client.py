@@ -1,17 +1,26 @@
 """A blocking client: text or token ids in, text and token ids out."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from engine.batch import Result, Tell, check_list, params_of_batch, room_for, run_batch
 from engine.outputs import Answers, Output
+from engine.progress import ProgressHook
 from engine.prompts import Prepared, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.client import TokenClient, TokenStream
-from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id
+from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
+from ipc.views import RequestsReply
+
+
+class _Attachment(NamedTuple):
+    tokens: TokenClient
+    text: TextSide
 
 
 class Client:
@@ -21,19 +30,23 @@ class Client:
             for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.delta, end="")
 
+    When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
+    given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
+
     Raises:
         PeerLost: no engine answered at ``addr`` within ``timeout_s``.
         ConfigError: its tokenizer is not one that this version can read.
-        RequestError: ``addr`` is not an address, or ``timeout_s`` not a time to wait.
+        RequestError: ``addr`` is not an address, or one of the two not a time to wait.
     """
 
-    def __init__(self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S) -> None:
-        self._tokens = TokenClient(addr, timeout_s=timeout_s)
-        try:
-            self._text = TextSide(self._tokens.model)
-        except BaseException:
-            self._tokens.close()
-            raise
+    def __init__(
+        self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S, reconnect_s: float | None = None
+    ) -> None:
+        self._addr = addr
+        self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
+        self._reconnecting = threading.Lock()
+        self._is_closed = False
+        self._attachment = _attach(addr, timeout_s)
 
     def __enter__(self) -> "Client":
         return self
@@ -46,12 +59,12 @@ class Client:
     @property
     def model(self) -> ModelInfo:
         """What the engine serves: name, limits, and the model's text files."""
-        return self._tokens.model
+        return self._attachment.tokens.model
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError when it has none."""
-        return self._text.tokenizer
+        return self._attachment.text.tokenizer
 
     def generate(
         self,
@@ -72,7 +85,7 @@ class Client:
             RequestError: the prompt can't be used. The engine's own refusals come while iterating.
             PeerLost: the engine is gone.
         """
-        return self._send(self._text.prepare(prompt, params), request_id, priority, timeout_s)
+        return self._prompt(prompt, params, request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -88,51 +101,149 @@ class Client:
 
         ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
         """
-        return self._send(self._text.prepare_chat(messages, params, template_variables), request_id, priority, timeout_s)
+        return self._conversation(messages, params, template_variables, request_id, priority, timeout_s)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressHook = False,
+        max_open: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
+        """Answers to all prompts, in their order, when the last one is there.
+
+        A request that fails leaves the others their answers; see ``Result``. Leaving early, as by Ctrl-C, ends what is open.
+
+        Args:
+            params: for all prompts, or a list with one for each.
+            progress: true draws a bar while standard error is a terminal; a function is called for every output.
+            max_open: requests that are open at a time; by default twice as many as the engine runs.
+            timeout_s: of each request, from when it is sent.
+
+        Raises:
+            RequestError: an argument can't be used; nothing was sent.
+        """
+        asked = check_list("prompts", prompts, "prompts, each a text or a list of token ids")
+        rules = params_of_batch(params, len(asked))
+
+        def send(index: int, tell: Tell) -> Generation:
+            return self._prompt(asked[index], rules[index], None, priority, timeout_s, tell)
+
+        return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
+
+    def chat_batch(
+        self,
+        conversations: Iterable[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressHook = False,
+        max_open: int | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **template_variables: Any,
+    ) -> list[Result]:
+        """The same for conversations, each a list of messages as ``chat`` takes them."""
+        asked = check_list("conversations", conversations, "lists of messages")
+        rules = params_of_batch(params, len(asked))
+
+        def send(index: int, tell: Tell) -> Generation:
+            return self._conversation(asked[index], rules[index], template_variables, None, priority, timeout_s, tell)
+
+        return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
-        return self._text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens."""
-        return self._text.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its choice ``index``; each choice that ends gets a last output. Harmless for ids that are
         unknown or over.
         """
-        self._tokens.abort(request_id, index)
+        self._attached().tokens.abort(request_id, index)
 
     def stats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Counters of the engine, by name."""
-        return self._tokens.stats(timeout_s)
+        return self._attached().tokens.stats(timeout_s)
 
     def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Scalar]:
         """Can tokens flow? Raises RequestError or PeerLost when they can't."""
-        return self._tokens.health(timeout_s)
+        return self._attached().tokens.health(timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Forget the KV blocks that finished requests left. Requests that run keep theirs, and share them no more."""
-        self._tokens.reset_prefix_cache(timeout_s)
+        self._attached().tokens.reset_prefix_cache(timeout_s)
 
     def timeline(self, seconds: float = 1.0, timeout_s: float = CONTROL_TIMEOUT_S) -> TimelineReply:
         """What the core and every rank did in the last seconds (see ipc/spans.py). Raises RequestError or PeerLost.
 
         A rank that does not answer in time has a lane with an error instead of spans.
         """
-        return self._tokens.timeline(seconds, timeout_s)
+        return self._attached().tokens.timeline(seconds, timeout_s)
+
+    def requests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> RequestsReply:
+        """Which requests of all clients are open, and how far each is (see ipc/views.py); nothing of their text."""
+        return self._attached().tokens.requests(timeout_s)
 
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""
-        self._tokens.close()
+        self._is_closed = True
+        self._attachment.tokens.close()
 
-    def _send(self, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None) -> "Generation":
-        answers = self._text.answers(check_request_id(request_id), prepared)
-        stream = self._tokens.generate(
-            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s
-        )
-        return Generation(stream, answers)
+    def _attached(self) -> _Attachment:
+        """What is there; a new one if that is lost and may be replaced. Raises PeerLost when nobody answers in time."""
+        attachment = self._attachment
+        if self._reconnect_s is None or not attachment.tokens.is_lost:
+            return attachment
+        with self._reconnecting:
+            if self._attachment.tokens.is_lost and not self._is_closed:
+                self._attachment.tokens.close()
+                self._attachment = _attach(self._addr, self._reconnect_s)
+            if self._is_closed:
+                self._attachment.tokens.close()
+            return self._attachment
+
+    def _prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str | None, priority: int,
+        timeout_s: float | None, on_news: Tell | None = None,
+    ) -> "Generation":  # fmt: skip
+        attachment = self._attached()
+        prepared = attachment.text.prepare(prompt, params)
+        return _send(attachment, prepared, request_id, priority, timeout_s, on_news)
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, variables: Mapping[str, Any],
+        request_id: str | None, priority: int, timeout_s: float | None, on_news: Tell | None = None,
+    ) -> "Generation":  # fmt: skip
+        attachment = self._attached()
+        prepared = attachment.text.prepare_chat(messages, params, variables)
+        return _send(attachment, prepared, request_id, priority, timeout_s, on_news)
+
+
+def _attach(addr: str, timeout_s: float) -> _Attachment:
+    tokens = TokenClient(addr, timeout_s=timeout_s)
+    try:
+        return _Attachment(tokens, TextSide(tokens.model))
+    except BaseException:
+        tokens.close()
+        raise
+
+
+def _send(
+    attachment: _Attachment, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None,
+    on_news: Tell | None,
+) -> "Generation":  # fmt: skip
+    answers = attachment.text.answers(check_request_id(request_id), prepared)
+    stream = attachment.tokens.generate(
+        prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s, on_news=on_news
+    )
+    return Generation(stream, answers)
 
 
 class Generation:
@@ -157,6 +268,11 @@ class Generation:
             if output is not None:
                 return output
         raise StopIteration
+
+    @property
+    def is_over(self) -> bool:
+        """Every choice has had its last output."""
+        return self._answers.are_over
 
     def close(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""

@@ -28,6 +28,7 @@ from engine.grammar_compiler import GrammarCompiler, load_vocabulary
 from engine.metrics import Metrics
 from engine.policies import Deadlines, check_open_room, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
+from engine.request_views import RequestViews
 from engine.sampling_defaults import sampling_defaults
 from engine.scheduler import RequestProgress, Scheduler
 from engine.scheduler_config import scheduler_config_of
@@ -36,6 +37,7 @@ from ipc.channel import STEP_MESSAGE_BYTES, open_socket
 from ipc.codec import Frame, encode
 from ipc.endpoints import RunDirectory, host_id
 from ipc.errors import ProtocolError, RequestError
+from ipc.logs import signal_name
 from ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -105,6 +107,7 @@ class EngineCore:
         """Has the requests whose grammar isn't ready yet; neither queue nor scheduler knows of them."""
         self._open = OpenRequests()
         """Leaving it is what makes a final message final."""
+        self._views = RequestViews(self._open, self._grammars, core_id=self._core_id)
         self._waiting_to_attach: set[ClientId] = set()
         self._failed_epochs = 0
         self._num_requests = 0
@@ -214,7 +217,7 @@ class EngineCore:
 
     def _on_signal(self, received: bytes) -> None:
         if self._drain_deadline is None and self._agent_deadline is None:
-            name, drain_s = signal.Signals(received[0]).name, self._config.drain_timeout_s
+            name, drain_s = signal_name(received[0]), self._config.drain_timeout_s
             logger.info("%s: draining for at most %g s", name, drain_s)
             self._drain_deadline = time.monotonic() + self._config.drain_timeout_s
         else:
@@ -350,13 +353,16 @@ class EngineCore:
                 for request in self._open.find(client, message.request_id, message.index):
                     if not request.is_closed:
                         self._abort(request, "stop" if message.reason == "stop" else "abort")
-            case Attach():
+            case Attach() as message:
+                self._views.attached(client, message.client)
                 if self._info is None:
                     self._waiting_to_attach.add(client)
                 else:
                     self._gateway.send_frames(client, self._info_frames)
             case Control(op="timeline") as message:
                 self._timelines.ask(client, message)
+            case Control(op="requests") as message:
+                self._gateway.send(client, self._views.answer(message))
             case Control() as message:
                 self._gateway.send(client, self._answer(message))
 
@@ -554,7 +560,7 @@ class EngineCore:
             if self._scheduler is not None:  # without one there is no cache either
                 self._scheduler.reset_prefix_cache()
         else:
-            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache, timeline"
+            error = f"op={message.op[:64]!r} is not one of stats, health, reset_prefix_cache, timeline, requests"
         return ControlReply(core_id=self._core_id, control_id=message.control_id, error=error, values=values)
 
     def _stats(self) -> Scalars:

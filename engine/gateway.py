@@ -29,8 +29,11 @@ from ipc.messages import (
     TimelineReply,
     TokenUpdates,
 )
+from ipc.views import RequestsReply
 
 logger = logging.getLogger(__name__)
+
+ToClient = RequestOutput | RequestFailed | ControlReply | TimelineReply | TokenUpdates | RequestsReply
 
 FROM_CLIENT = (AddRequest, AbortRequest, Attach, Control)
 
@@ -105,7 +108,7 @@ class Gateway:
                 except RequestError as error:
                     self.refuse(client, request_id_of(rest), error)
 
-    def send(self, client: ClientId, message: RequestOutput | RequestFailed | ControlReply | TimelineReply | TokenUpdates) -> None:
+    def send(self, client: ClientId, message: ToClient) -> None:
         """Queue a message; a client that is gone or takes nothing is remembered as lost."""
         self.send_frames(client, encode(message))
 

@@ -116,6 +116,9 @@ class GrammarCompiler:
             self._thread.start()
             threading.stack_size(usual)
 
+    def is_pending(self, request: Request) -> bool:
+        return request.internal_id in self._pending
+
     def cancel(self, request: Request) -> bool:
         """Forget a request; false if it isn't here."""
         job = self._pending.pop(request.internal_id, None)

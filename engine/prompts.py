@@ -7,7 +7,7 @@ from typing import Any
 from engine.outputs import Answer, Answers
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from ipc.errors import RequestError
+from ipc.errors import PromptTooLong, RequestError
 from ipc.messages import ModelInfo
 from ipc.params import MAX_BAD_WORD_TOKENS, MAX_TOKEN_ID, SamplingParams
 
@@ -94,11 +94,7 @@ class TextSide:
             )
         limit = self.model.max_model_len
         if len(token_ids) >= limit:
-            raise RequestError(
-                f"{field} has {len(token_ids)} tokens; the context limit is {limit} with at least one token for the "
-                "answer",
-                field=field,
-            )
+            raise PromptTooLong(field, len(token_ids), limit)
         echoed = ""
         if params.echo:
             skips = params.skip_special_tokens

@@ -18,6 +18,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Reply,
     Scalar,
     abort_frames,
     add_request_frames,
@@ -29,13 +30,15 @@ from ipc.conversation import (
     control_frames,
     open_dealer,
     read_answer,
+    requests_of,
     timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestOutput, TimelineReply
+from ipc.messages import ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.routes import Item, Last, Routes
+from ipc.views import RequestsReply
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,11 @@ class AsyncTokenClient:
         """What the core serves, as it was told on attach."""
         return self._attached().attached.result()
 
+    @property
+    def is_lost(self) -> bool:
+        """The core is gone, or this client was closed; false before it was attached."""
+        return self._connection is not None and self._connection.lost is not None
+
     def generate(
         self,
         token_ids: Sequence[int],
@@ -125,6 +133,10 @@ class AsyncTokenClient:
         A rank that does not answer in time has a lane with an error instead.
         """
         return timeline_of(await self._attached().ask("timeline", timeout_s, check_seconds(seconds)))
+
+    async def requests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> RequestsReply:
+        """Which requests of all clients are open, without their text. Raises PeerLost or RequestError."""
+        return requests_of(await self._attached().ask("requests", timeout_s))
 
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""
@@ -225,7 +237,7 @@ class _AsyncConnection:
         self.lost: str | None = None
         self._hello = hello
         self._routes: Routes[_Inbox] = Routes()
-        self._questions: dict[int, asyncio.Future[ControlReply | TimelineReply]] = {}
+        self._questions: dict[int, asyncio.Future[Reply]] = {}
         self._question_ids = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._dealer = cast(zmq.asyncio.Socket, open_dealer(cast("zmq.Context[zmq.Socket[bytes]]", self._context)))
@@ -266,10 +278,10 @@ class _AsyncConnection:
         if self.lost is None and self._routes.has(request_id, inbox):
             self.send(frames)
 
-    async def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> ControlReply | TimelineReply:
+    async def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> Reply:
         check_timeout(timeout_s)
         control_id = next(self._question_ids)
-        answer: asyncio.Future[ControlReply | TimelineReply] = self.loop.create_future()
+        answer: asyncio.Future[Reply] = self.loop.create_future()
         self._questions[control_id] = answer
         self.send(control_frames(control_id, op, seconds))
         try:
@@ -332,7 +344,7 @@ class _AsyncConnection:
                 self.attached.set_result(answer)
         elif not self.attached.done() or answer.core_id != self.attached.result().core_id:
             log.warning("dropped a message from a core that this client is not attached to")
-        elif isinstance(answer, ControlReply | TimelineReply):
+        elif isinstance(answer, Reply):
             question = self._questions.get(answer.control_id)
             if question is not None and not question.done():
                 question.set_result(answer)

@@ -22,6 +22,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Reply,
     Scalar,
     abort_frames,
     add_request_frames,
@@ -33,19 +34,33 @@ from ipc.conversation import (
     control_frames,
     open_dealer,
     read_answer,
+    requests_of,
     timeline_of,
     values_of,
 )
 from ipc.errors import PeerLost, ProtocolError, RequestError
-from ipc.messages import ControlReply, ModelInfo, RequestOutput, TimelineReply
+from ipc.messages import ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.promptness import prompt_threads
 from ipc.routes import Item, Last, Routes
+from ipc.views import RequestsReply
 
 log = logging.getLogger(__name__)
 
-_Inbox = queue.SimpleQueue[Item | ModelInfo | ControlReply | TimelineReply | None]
+_Inbox = queue.SimpleQueue[Item | ModelInfo | Reply | None]
 """None stands behind the last output of a stream, for readers that wait in other threads."""
+
+
+class _TellingInbox(_Inbox):
+    """Says that there is something to read, for who reads many streams in one thread."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def put(self, item: Item | ModelInfo | Reply | None, *how: object) -> None:
+        super().put(item)
+        self._tell()
 
 
 class TokenClient:
@@ -79,6 +94,11 @@ class TokenClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def is_lost(self) -> bool:
+        """The core is gone, or this client was closed."""
+        return self._connection.is_lost
+
     def generate(
         self,
         token_ids: Sequence[int],
@@ -87,8 +107,11 @@ class TokenClient:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        on_news: Callable[[], None] | None = None,
     ) -> "TokenStream":
         """Submit a request now; iterate over the result for its outputs, with ``params.n`` those of all choices.
+
+        ``on_news`` is called, from any thread, when there is something to read: then ``next`` of the stream does not wait.
 
         Raises:
             RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
@@ -97,7 +120,7 @@ class TokenClient:
         request_id = check_request_id(request_id)
         params = params or SamplingParams()
         frames = add_request_frames(request_id, token_ids, params, priority, timeout_s)
-        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames, params.n))
+        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames, params.n, on_news))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices; each gets a last output. Harmless for ids that are unknown or over."""
@@ -121,6 +144,10 @@ class TokenClient:
         A rank that does not answer in time has a lane with an error instead.
         """
         return timeline_of(self._connection.ask("timeline", timeout_s, check_seconds(seconds)))
+
+    def requests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> RequestsReply:
+        """Which requests of all clients are open, without their text. Raises PeerLost or RequestError."""
+        return requests_of(self._connection.ask("requests", timeout_s))
 
     def close(self) -> None:
         """End all open requests and leave. Idempotent."""
@@ -231,9 +258,15 @@ class _Connection:
             raise item.error
         return cast(ModelInfo, item)
 
-    def open_stream(self, request_id: str, frames: list[Frame], num_choices: int) -> _Inbox:
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    def open_stream(
+        self, request_id: str, frames: list[Frame], num_choices: int, on_news: Callable[[], None] | None = None
+    ) -> _Inbox:
         self._raise_if_lost()
-        inbox: _Inbox = queue.SimpleQueue()
+        inbox: _Inbox = queue.SimpleQueue() if on_news is None else _TellingInbox(on_news)
         self._post(partial(self._open, request_id, inbox, frames, num_choices))
         if self._lost is not None:
             inbox.put(Failure(PeerLost(self._lost)))
@@ -249,7 +282,7 @@ class _Connection:
         self._raise_if_lost()
         self._post(partial(self._unsent.append, frames))
 
-    def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> ControlReply | TimelineReply:
+    def ask(self, op: str, timeout_s: float, seconds: float = 1.0) -> Reply:
         check_timeout(timeout_s)
         self._raise_if_lost()
         inbox: _Inbox = queue.SimpleQueue()
@@ -264,7 +297,7 @@ class _Connection:
             raise PeerLost(f"the core at {self.address} did not answer {op!r} within {timeout_s:g} s") from None
         if isinstance(item, Failure):
             raise item.error
-        return cast(ControlReply | TimelineReply, item)
+        return cast(Reply, item)
 
     def stop(self) -> None:
         """Let the thread abort what is open, and end."""
@@ -340,7 +373,7 @@ class _Connection:
                     self._attached.put(answer)
             elif self._model is None or answer.core_id != self._model.core_id:
                 log.warning("dropped a message from a core that this client is not attached to")
-            elif isinstance(answer, ControlReply | TimelineReply):
+            elif isinstance(answer, Reply):
                 if (asker := self._questions.pop(answer.control_id, None)) is not None:
                     asker.put(answer)
             else:

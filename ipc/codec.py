@@ -20,6 +20,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_h
 import msgpack
 import numpy as np
 
+import ipc.views  # noqa: F401  its messages must be known before the tables below are made
 from ipc.errors import ProtocolError, RequestError
 from ipc.messages import Bounds, FloatBuffer, IdBuffer, Ints, Scalars, SpanBuffer
 from ipc.params import SamplingParams

@@ -4,7 +4,7 @@ import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zmq
@@ -26,6 +26,7 @@ from ipc.messages import (
 )
 from ipc.params import MAX_CHOICES, MAX_TOKEN_ID, SamplingParams
 from ipc.promptness import prompt_threads
+from ipc.views import RequestsReply
 
 ATTACH_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 10.0
@@ -47,8 +48,10 @@ MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_M
 
 Scalar = int | float | str | bool
 Outcome = RequestOutput | RequestFailed
-Answer = ModelInfo | Outcome | TokenUpdates | ControlReply | TimelineReply
-_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, TokenUpdates, ControlReply, TimelineReply)
+Reply = ControlReply | TimelineReply | RequestsReply
+"""To a Control."""
+Answer = ModelInfo | Outcome | TokenUpdates | Reply
+_ANSWERS = (ModelInfo, RequestOutput, RequestFailed, TokenUpdates, ControlReply, TimelineReply, RequestsReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,11 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
         raise RequestError(f"addr={address!r} must be tcp://HOST:PORT or ipc://PATH", field="addr") from None
 
 
-def check_timeout(timeout_s: float) -> float:
+def check_timeout(timeout_s: float, field: str = "timeout_s") -> float:
     """The same number. Raises RequestError for one that nobody can wait for."""
     if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
-        rule = f"timeout_s={_shown(timeout_s)} must be a number of seconds from 0 to {MAX_TIMEOUT_S:g}"
-        raise RequestError(rule, field="timeout_s")
+        rule = f"{field}={_shown(timeout_s)} must be a number of seconds from 0 to {MAX_TIMEOUT_S:g}"
+        raise RequestError(rule, field=field)
     return timeout_s
 
 
@@ -158,19 +161,38 @@ def error_of(failed: RequestFailed) -> RequestError:
     return RequestError(failed.reason, code=failed.code, field=failed.field)
 
 
-def values_of(reply: ControlReply | TimelineReply) -> dict[str, Scalar]:
-    """What the core answered. Raises RequestError when it answered with an error."""
-    if isinstance(reply, TimelineReply):
-        raise RequestError("the core answered with a timeline that nobody asked for", code="internal")
-    if reply.error:
-        raise RequestError(reply.error, code="unavailable")
-    return reply.values
+def values_of(reply: Reply) -> dict[str, Scalar]:
+    """What the core answered. Raises RequestError when it answered with an error, or with something else."""
+    return _checked(reply, ControlReply).values
 
 
-def timeline_of(reply: ControlReply | TimelineReply) -> TimelineReply:
+def timeline_of(reply: Reply) -> TimelineReply:
     """The same for a timeline."""
-    if isinstance(reply, ControlReply):
-        raise RequestError(reply.error or "the core answered without a timeline", code="unavailable")
+    return _checked(reply, TimelineReply)
+
+
+def requests_of(reply: Reply) -> RequestsReply:
+    """The same for the requests that are open."""
+    answer = _checked(reply, RequestsReply)
+    columns = (
+        answer.client_indices, answer.indices, answer.states, answer.ages_ms, answer.num_prompt_tokens,
+        answer.num_cached_tokens, answer.num_output_tokens, answer.num_preemptions,
+    )  # fmt: skip
+    if any(len(column) != len(answer.request_ids) for column in columns):
+        raise RequestError("the core answered with columns of different lengths", code="internal")
+    if any(not 0 <= index < len(answer.clients) for index in answer.client_indices):
+        raise RequestError("the core answered with a client that it does not name", code="internal")
+    return answer
+
+
+AnyReply = TypeVar("AnyReply", ControlReply, TimelineReply, RequestsReply)
+
+
+def _checked(reply: Reply, kind: type[AnyReply]) -> AnyReply:
+    if isinstance(reply, ControlReply) and reply.error:
+        raise RequestError(reply.error, code="unavailable")
+    if not isinstance(reply, kind):
+        raise RequestError(f"the core answered with a {type(reply).__name__} that nobody asked for", code="internal")
     return reply
 
 

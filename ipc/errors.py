@@ -37,6 +37,18 @@ class RequestError(EngineError):
         self.field = field
 
 
+class PromptTooLong(RequestError):
+    """A prompt, or a whole conversation, leaves no room for an answer."""
+
+    def __init__(self, field: str, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"{field} has {num_tokens} tokens; the context limit is {limit} with at least one token for the answer",
+            field=field,
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
 class ProtocolError(EngineError):
     """Bytes that are not a message of ours; ``path`` says where inside the message."""
 

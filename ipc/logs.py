@@ -1,6 +1,7 @@
 """How log lines look: one line per event, with the process that says it."""
 
 import logging
+import signal
 import sys
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -15,3 +16,8 @@ def set_up_logging(who: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def signal_name(number: int) -> str:
+    """A signal as the person who sent it would call it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -449,7 +449,8 @@ class Control:
 
     control_id: U64
     op: Name
-    """"stats", "health", "reset_prefix_cache" (forget what finished requests left), or "timeline"."""
+    """"stats", "health", "reset_prefix_cache" (forget what finished requests left), "timeline", or "requests"
+    (answered with RequestsReply of views.py)."""
     seconds: float = 1.0
     """How far back a timeline goes."""
 

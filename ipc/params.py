@@ -233,8 +233,8 @@ class SamplingParams:
         return self.stop_token_ids if self.ignore_eos else (*eos_token_ids, *self.stop_token_ids)
 
 
-def _refused(field: str, value: Any, rule: str) -> RequestError:
-    return RequestError(f"{field}={_shown(value)} {rule}", field=field)
+def _refused(field: str, value: Any, rule: str, of: str | None = None) -> RequestError:
+    return RequestError(f"{of or field}={_shown(value)} {rule}", field=field)
 
 
 def _shown(value: Any) -> str:
@@ -252,14 +252,17 @@ def _check_int(field: str, value: Any, low: int, high: int) -> None:
         raise _refused(field, value, f"must be between {low} and {high}")
 
 
-def _check_number(field: str, value: Any, low: float, high: float, *, excludes_least: bool = False) -> None:
+def _check_number(
+    field: str, value: Any, low: float, high: float, *, excludes_least: bool = False, of: str | None = None
+) -> None:
+    """``of``: which entry of the field it is."""
     if type(value) not in (int, float):
-        raise _refused(field, value, "must be a number")
+        raise _refused(field, value, "must be a number", of)
     # NaN is in no range.
     if excludes_least and not low < value <= high:
-        raise _refused(field, value, f"must be above {low:g} and at most {high:g}")
+        raise _refused(field, value, f"must be above {low:g} and at most {high:g}", of)
     if not low <= value <= high:
-        raise _refused(field, value, f"must be between {low:g} and {high:g}")
+        raise _refused(field, value, f"must be between {low:g} and {high:g}", of)
 
 
 def _check_text(field: str, value: Any, most: int) -> None:
@@ -280,9 +283,13 @@ def _freeze_items(params: SamplingParams, field: str, kind: type, most: int) -> 
     value = getattr(params, field)
     items = (value,) if type(value) is kind else value
     if not isinstance(items, (list, tuple)) or any(type(item) is not kind for item in items):
-        raise _refused(field, value, f"must be a list of {kind.__name__} values")
+        noun = _NOUNS[kind]
+        raise _refused(field, value, f"must be {'an' if kind is int else 'a'} {noun} or a list of {noun}s")
     _check_length(field, items, most)
     object.__setattr__(params, field, tuple(items))
+
+
+_NOUNS = {str: "text", int: "integer"}
 
 
 def _check_length(field: str, items: Any, most: int) -> None:
@@ -304,7 +311,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = _pairs(field, value, MAX_BIASED_TOKENS, "must map token ids to numbers")
     for token_id, bias in pairs:
         _check_int(field, token_id, 0, MAX_TOKEN_ID)
-        _check_number(field, bias, -MAX_BIAS, MAX_BIAS)
+        _check_number(field, bias, -MAX_BIAS, MAX_BIAS, of=f"{field}[{token_id}]")
     _check_unique(field, [token_id for token_id, _ in pairs])
     return tuple((token_id, float(bias)) for token_id, bias in pairs)
 

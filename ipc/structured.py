@@ -93,15 +93,29 @@ def _as_json(schema: Any) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _refused("json_schema", f"can't be written as JSON: {error}") from None
+        raise RequestError(
+            f"structured.json_schema={_shown(schema)} can't be written as JSON: {error}", field="structured.json_schema"
+        ) from None
 
 
 def _check_text(name: str, text: Any) -> None:
     if type(text) is not str:
-        raise _refused(name, f"must be text, got {type(text).__name__}")
+        or_object = " or an object" if name == "json_schema" else ""
+        raise RequestError(
+            f"structured.{name}={_shown(text)} must be text{or_object}, got {type(text).__name__}", field=f"structured.{name}"
+        )
     if not text:
         raise _refused(name, "is empty")
     _check_size(name, text)
+
+
+def _shown(value: Any) -> str:
+    """At most 80 characters, also of what can't be shown: a map that holds itself in great depth, a huge integer."""
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):
+        return f"({type(value).__name__})"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _check_size(name: str, text: str) -> None:

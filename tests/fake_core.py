@@ -65,6 +65,8 @@ class FakeCore:
     answers_attach: bool = True
     answers_control: bool = True
     answers_abort: bool = True
+    answers: dict[str, Any] = field(default_factory=dict)
+    """By op: values, or a function from the Control to a message. Other ops have a default."""
     endpoint: str = "tcp://127.0.0.1:0"
     address: str = ""
     received: "queue.SimpleQueue[tuple[bytes, Any]]" = field(default_factory=queue.SimpleQueue)
@@ -172,8 +174,12 @@ class FakeCore:
             self.received.put((client, message))
 
     def _answer_control(self, client: bytes, message: Control) -> None:
+        answer = self.answers.get(message.op)
+        if callable(answer):
+            self.send(client, answer(message))
+            return
         is_known = message.op in ("stats", "health")
         self.send(client, ControlReply(
             core_id=CORE_ID, control_id=message.control_id, error="" if is_known else f"op={message.op!r} is unknown",
-            values={"running": 1, "op": message.op} if is_known else {},
+            values=answer or ({"running": 1, "op": message.op} if is_known else {}),
         ))  # fmt: skip

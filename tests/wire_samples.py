@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 
 from ipc import messages as m
+from ipc import views as v
 from ipc.codec import encode
 from ipc.params import SamplingParams
 
@@ -111,6 +112,11 @@ SAMPLES: list[Any] = [
             m.TimelineLane(rank=None, host="h", error="", clock_error_ns=0, spans=spans(32, -1, 0, 9, 37, 4, 9, 11)),
             m.TimelineLane(rank=1, host="h2", error="silent", clock_error_ns=7, spans=spans()),
         ),
+    ),
+    v.RequestsReply(
+        core_id=1, control_id=8, num_open=700, clients=("a 0.01", "b 1.02"), request_ids=("r", "r", "s"),
+        client_indices=[0, 0, 1], indices=[0, 1, 0], states=[5, 1, 0], ages_ms=[70000, 70000, 3], num_prompt_tokens=[300, 300, 4],
+        num_cached_tokens=[16, 0, 0], num_output_tokens=[9, 0, 0], num_preemptions=[1, 0, 0],
     ),
 ]  # fmt: skip
 
