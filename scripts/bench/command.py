@@ -23,6 +23,8 @@ from scripts.bench.lengths import Lengths, LengthsType
 from scripts.bench.load import PromptSource, Record, check_lengths, run_load
 from scripts.bench.measures import summarize, table
 from scripts.bench.traces import TraceRequest, draw_trace, read_trace
+from scripts.options import GroupedCommand
+from scripts.sampling_options import TEXT_FIELDS, sampling_options, sampling_values
 
 EXIT_REQUEST_FAILED = 1
 EXIT_BAD_USAGE = 2
@@ -47,7 +49,13 @@ class Plan:
     """As they stand in the result."""
 
 
-@click.command(name="bench", context_settings={"help_option_names": ["-h", "--help"]})
+OWN_PARAMS = ("temperature", "ignore_eos", "seed", "n", "max_tokens", "min_tokens", *TEXT_FIELDS)
+"""Sampling parameters that the benchmark sets itself, or that need a client that knows the text."""
+
+
+@click.command(
+    name="bench", cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
 @click.option("--serve", metavar="WORDS", help='Start an engine for this run instead, as in --serve "MODEL --pp 2".')
 @click.option("--concurrency", type=click.IntRange(1), metavar="N",
@@ -71,10 +79,11 @@ class Plan:
               help="Requests of the same kind that are sent before and not counted.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE",
               help="Write the result as JSON; '-' prints it instead of the table.")
+@sampling_options(without=OWN_PARAMS)
 def command(
     connect: str, serve: str | None, concurrency: int | None, rate: float | None, trace: str | None, num_requests: int,
     prompt_tokens: Lengths, output_tokens: Lengths, ignore_eos: bool, temperature: float, seed: int, num_warm_up: int,
-    json_path: str | None,
+    json_path: str | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load a running engine, or one started for this run, and report latencies and tokens per second.
 
@@ -90,6 +99,7 @@ def command(
     """
     try:
         _check_folder(json_path)
+        params = SamplingParams(**sampling_values(sampling), temperature=temperature, ignore_eos=ignore_eos, seed=seed)
         requests, settings = _requests(
             trace, concurrency, rate, num_requests, prompt_tokens, output_tokens, seed
         )
@@ -98,8 +108,11 @@ def command(
             concurrency=settings["concurrency"],
             num_warm_up=num_warm_up,
             seed=seed,
-            params=SamplingParams(temperature=temperature, ignore_eos=ignore_eos, seed=seed),
-            settings={**settings, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed, "warm_up": num_warm_up},
+            params=params,
+            settings={
+                **settings, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed, "warm_up": num_warm_up,
+                **_further(params),
+            },
         )
         with _engine(serve, connect) as address:
             summary = asyncio.run(_measure(address, plan))
@@ -111,6 +124,12 @@ def command(
         sys.exit(EXIT_INTERRUPTED)
     if summary["requests"]["failed"]:
         sys.exit(EXIT_REQUEST_FAILED)
+
+
+def _further(params: SamplingParams) -> dict[str, Any]:
+    """What was asked for beyond the benchmark's own settings; nothing when nothing was."""
+    own = {name: value for name, value in params.to_wire().items() if name not in OWN_PARAMS}
+    return {"sampling": own} if own else {}
 
 
 def _check_folder(json_path: str | None) -> None:
