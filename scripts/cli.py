@@ -7,9 +7,12 @@ import click
 COMMANDS = {
     "serve": "scripts.launch",
     "generate": "scripts.generate",
+    "chat": "scripts.chat.command",
     "inspect": "scripts.inspect_model",
     "bench": "scripts.bench.command",
+    "top": "scripts.top.command",
     "timeline": "scripts.show_timeline",
+    "completion": "scripts.completion",
 }
 """Command name to module; the module calls its click command ``command``."""
 

@@ -15,6 +15,7 @@ import click
 
 from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError
+from ipc.logs import signal_name
 from scripts.core_process import FoundCore, child_environment, read_core_file
 from scripts.options import GroupedCommand, serve_options
 
@@ -78,9 +79,9 @@ class Launcher:
             _say("stopping at once")
             self._kill(agent, core)
             return
-        _say(f"{signal.Signals(number).name}: draining; once more to stop at once")
+        _say(f"{signal_name(number)}: draining; once more to stop at once")
         self._deadline = time.monotonic() + self._drain_timeout_s + GRACE_S
-        if core is None or not _send(core.pid, signal.SIGTERM):
+        if core is None or not _send(core.pid, number):
             agent.send_signal(signal.SIGTERM)
 
     def _kill(self, agent: "subprocess.Popen[bytes]", core: FoundCore | None) -> None:

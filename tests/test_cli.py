@@ -211,8 +211,25 @@ def test_an_unknown_command_is_named() -> None:
     assert result.exit_code == 2 and "No such command 'fly'" in result.stderr
 
 
+@pytest.mark.parametrize(("shell", "said"), [("bash", "complete -o nosort -F"), ("zsh", "#compdef brigade"), ("fish", "complete --no-files --command brigade")])
+def test_completion_prints_a_script(shell: str, said: str) -> None:
+    result = CliRunner().invoke(cli.main, ["completion", shell])
+    assert result.exit_code == 0 and said in result.stdout and "_BRIGADE_COMPLETE" in result.stdout
+
+
+def test_what_the_script_asks_for_is_answered() -> None:
+    def complete(words: str) -> list[str]:
+        asked = {"_BRIGADE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        result = CliRunner().invoke(cli.main, prog_name="brigade", env=asked)
+        return [line.removeprefix("plain,") for line in result.stdout.splitlines()]
+
+    assert {"serve", "chat", "generate", "top"} <= set(complete("brigade "))
+    assert complete("brigade chat --top") == ["--top-k", "--top-p"]
+
+
 def test_the_commands_start_without_torch() -> None:
-    script = "import sys, scripts.cli, scripts.generate, scripts.launch, scripts.show_timeline; sys.exit('torch' in sys.modules)"
+    modules = "scripts.cli, scripts.generate, scripts.launch, scripts.show_timeline, scripts.chat.command, scripts.top.command"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -1,0 +1,1 @@
+"""`brigade chat`: a conversation with the model in a terminal."""

@@ -1,0 +1,1 @@
+"""Makes what docs/ shows."""
