@@ -3,6 +3,7 @@
 In triton's interpreter, or compiled on a GPU when TRITON_INTERPRET=0.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -96,6 +97,11 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+def swept(values: Iterable[Any], *by_default: Any) -> list[Any]:
+    """The others are slow ones: the interpreter takes seconds for each."""
+    return [value if value in by_default else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_ragged_batches(batch: str) -> None:
     for dtype in TOLERANCES:
@@ -103,7 +109,7 @@ def test_ragged_batches(batch: str) -> None:
         assert_close(whole.run(), whole.expected())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", swept(RULES, "soft_cap", "all"))
 def test_rules(rule: str) -> None:
     """All in one batch; once with the kernel for decodes, once with that for any queries alone."""
     batch = Batch(BATCHES["mixed"])
@@ -130,7 +136,7 @@ def test_shapes(shape: Shape, dtype: torch.dtype) -> None:
     assert_close(batch.run(), batch.expected())
 
 
-@pytest.mark.parametrize("window", [None, 1, 300, 512, 700])
+@pytest.mark.parametrize("window", swept([None, 1, 300, 512, 700], None, 512))
 def test_decodes_cut_along_their_keys(window: int | None) -> None:
     """Lengths about the parts' borders; where there is a window the first part is not at the beginning."""
     batch = Batch([(510, 1), (511, 1), (512, 1), (1030, 1), (3, 1)])
@@ -167,7 +173,7 @@ def test_nothing_before_the_window_is_read(num_decodes: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", swept([torch.nan, torch.inf, -torch.inf], torch.nan, torch.inf))
 def test_what_is_broken_stays_in_its_sequence(bad: float) -> None:
     """One sequence's keys and values, another one's query."""
     batch = Batch([(20, 1), (600, 1), (30, 1), (9, 12), (3, 17), (0, 5)])

@@ -1,5 +1,6 @@
 """Does a backend attend as the definition does, whatever the batch and whatever a layer asks for?"""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from worker.attention.triton_backend import TritonBackend
 CPU = torch.device("cpu")
 G, D, H = 2, 16, 6
 BLOCK_SIZES = {"torch": 4, "cpu": 16, "triton": 4}
+needs_native_code = pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")
 BACKENDS = [
     "torch",
-    pytest.param("cpu", marks=pytest.mark.skipif(not INSTRUCTION_SETS, reason="no compiler when this was installed")),
+    pytest.param("cpu", marks=needs_native_code),
     "triton",
 ]
 SWEPT = [*BACKENDS[:2], pytest.param("triton", marks=pytest.mark.slow)]
@@ -161,9 +163,20 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("backend", BACKENDS)
+INTERPRETED = [("decodes", torch.bfloat16), ("mixed", torch.float32)]
+"""What the interpreter gets of the cells that follow; the others are slow ones."""
+
+CELLS = [
+    *itertools.product(BACKENDS[:1], BATCHES, TOLERANCES),
+    *(pytest.param("cpu", *cell, marks=needs_native_code) for cell in itertools.product(BATCHES, TOLERANCES)),
+    *(
+        pytest.param("triton", *cell, marks=[] if cell in INTERPRETED else pytest.mark.slow)
+        for cell in itertools.product(BATCHES, TOLERANCES)
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "batch", "dtype"), CELLS)
 def test_as_the_definition(backend: str, batch: str, dtype: torch.dtype) -> None:
     step = Step(BATCHES[batch], dtype=dtype, backend=backend)
     assert_close(step.run(), step.expected())
@@ -212,7 +225,7 @@ LONG_RULES = {"none": {}, "window_1000": {"window": 1000}, **{name: RULES[name] 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("rule", LONG_RULES)
+@pytest.mark.parametrize("rule", ["none", "all", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_RULES if name not in ("none", "all"))])
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_long_sequences(backend: str, rule: str, dtype: torch.dtype) -> None:
     step = Step(LONG_BATCH, dtype=dtype, backend=backend, rule=LONG_RULES[rule], padding=2, num_blocks=4000)
@@ -307,7 +320,7 @@ def test_a_layer_of_another_group_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SWEPT)
 def test_padding_is_inert(backend: str, batch: str) -> None:
     step = Step(BATCHES[batch], dtype=torch.float32, padding=3, backend=backend)
     before = step.tokens().clone()
