@@ -49,4 +49,6 @@ class RequestsReply:
     num_cached_tokens: Ints
     """Of the prompt, those that the prefix cache had."""
     num_output_tokens: Ints
+    """Generated so far."""
     num_preemptions: Ints
+    """How often its blocks were taken, and what they held had to be computed again."""

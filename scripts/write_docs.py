@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import click
 
 from engine.metrics_text import families
-from ipc import messages, params
+from ipc import messages, params, views
 from ipc.messages import FloatBuffer, IdBuffer, Ints, MaskBuffer, Scalars, SpanBuffer
 from ipc.params import SamplingParams
 from ipc.registry import MESSAGE_TYPES
@@ -69,7 +69,7 @@ PLAIN_FIELDS = {
     "start": "Number of the first position's token in prompt and answer, from 0.",
     "num_top": "Most likely tokens at each position.",
     "token_ids": "See below.",
-    "request_ids": "Requests that this step advanced.",
+    "request_ids": "As their clients chose them.",
     "ranks": "How many tokens are at least as likely as the position's own, itself included.",
     "code": "See [errors](#errors).",
     "reason": "One line for people: field, value and rule.",
@@ -199,7 +199,7 @@ def _number(value: float | None) -> str:
 
 
 def _message(name: str) -> str:
-    cls: type = getattr(messages, name)
+    cls: type = getattr(messages, name, None) or getattr(views, name)
     hints, texts = get_type_hints(cls, include_extras=True), field_texts(cls)
     return _rows(
         ("#", "field", "type", "default", "meaning"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ipc import messages
+from ipc import messages, views
 from ipc.codec import encode
 from ipc.errors import RequestError
 from ipc.messages import AddRequest
@@ -68,12 +68,12 @@ def test_limits_in_the_tables_are_those_that_are_kept() -> None:
 
 def test_every_client_message_and_field_stands_in_the_protocol_under_its_tag() -> None:
     text = (DOCS / "protocol.md").read_text()
-    assert len(CLIENT_MESSAGES) == 10
+    assert len(CLIENT_MESSAGES) == 11
     parts = {"TokenLogprobs": "a part", "TimelineLane": "a part"}
     for name, tag in {**{cls.__name__: str(tag) for tag, cls in CLIENT_MESSAGES.items()}, **parts}.items():
         section = text.partition(f"\n### {name} ({tag})\n")[2].partition("\n### ")[0]
         named = re.findall(r"^\| \d+ \| `(\w+)` \|", section, re.MULTILINE)
-        assert named == [f.name for f in fields(getattr(messages, name))], name
+        assert named == [f.name for f in fields(getattr(messages, name, None) or getattr(views, name))], name
 
 
 def test_the_example_in_the_protocol_is_what_is_sent() -> None:

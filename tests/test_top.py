@@ -132,6 +132,14 @@ def test_a_frame_has_all_that_was_counted() -> None:
     assert "\x1b" not in text, "neither colour nor another client's escape sequences"
 
 
+def test_a_narrow_screen_has_fewer_columns_and_none_that_is_cut() -> None:
+    text = drawn(later(), width=80)
+    assert max(map(len, (line.rstrip() for line in text.splitlines() if "──" not in line))) <= 80
+    assert "…" not in text.replace("chatcmpl-123456…", "") and "0.0a" not in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("    0 ")]
+    assert rows[0][2:] == ["60%", "0%", "40%", "0%", "0%", "0%", "100.0", "30"]
+
+
 def test_parts_can_be_hidden_and_requests_are_cut_to_the_screen() -> None:
     assert "ms/step" not in drawn(later(), choices=Choices(pipeline=False))
     assert "oldest first" not in drawn(later(), choices=Choices(requests=False))
@@ -145,7 +153,7 @@ def test_parts_can_be_hidden_and_requests_are_cut_to_the_screen() -> None:
 def test_a_picture_is_an_svg(tmp_path: Path) -> None:
     write_picture(tmp_path / "top.svg", later())
     text = (tmp_path / "top.svg").read_text(encoding="utf-8")
-    assert text.startswith("<svg") and "brigade" in text and "activations" in text
+    assert text.startswith("<svg") and "brigade" in text and "activ." in text
 
 
 # ------------------------------------------------------------------------------------------------------- the command

@@ -14,9 +14,9 @@ from rich.text import Text
 from scripts.terminal_text import printable
 from scripts.top.model import WAITS, RequestLine, Stage, View
 
-BAR_CELLS = 24
+BAR_CELLS = 18
 NARROW_BAR_CELLS = 12
-WIDE = 112
+WIDE = 118
 """Columns from which on everything is shown."""
 
 PLAIN_WIDTH = 120
@@ -129,8 +129,10 @@ def _figure(name: str, value: str) -> Text:
 
 
 def _stages(stages: Sequence[Stage], is_narrow: bool) -> RenderableType:
+    if not stages:
+        return Text("no stage has reported yet", style="dim")
     further = ("ms/step", "tok/s") if is_narrow else ("ms/step", "work ms", "steps/s", "tokens/s", "graphs", "MiB")
-    causes = [cause[:6] for cause in WAITS.values()] if is_narrow else WAITS.values()
+    causes = ["activ." if cause == "activations" else cause for cause in WAITS.values()]
     table = _table("stage", ("time", "left"), "busy", *causes, *further)
     for stage in stages:
         parts = [(stage.busy, "green"), *((share, WAIT_STYLES[cause]) for cause, share in stage.waits.items())]
@@ -145,8 +147,6 @@ def _stages(stages: Sequence[Stage], is_narrow: bool) -> RenderableType:
         table.add_row(
             str(stage.rank), bar, f"{stage.busy:.0%}", *waits, *([figures[0], figures[3]] if is_narrow else figures)
         )
-    if not stages:
-        table.add_row("-", Text("no stage has reported yet"))
     return table
 
 
