@@ -173,7 +173,7 @@ def _rule(cls: type, name: str) -> str:
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "true" if default else "false"
-    return {None: "unset", (): "none"}.get(default, f"{default}")  # type: ignore[call-overload, no-any-return]
+    return {None: "unset", (): "none"}.get(default, f"{default}")  # type: ignore[call-overload]
 
 
 # ------------------------------------------------------------------------------------------------ metrics
@@ -267,9 +267,10 @@ def field_texts(cls: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     for statement, behind in zip(body.body, body.body[1:], strict=False):
-        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        if is_field and isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
-            texts[statement.target.id] = " ".join(str(behind.value.value).replace("``", "`").split())  # type: ignore[union-attr]
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
+            texts[statement.target.id] = " ".join(str(behind.value.value).replace("``", "`").split())
     return texts
 
 
