@@ -24,7 +24,7 @@ from ipc.messages import (
 )
 
 CORE_ID = 7
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 Reply = Callable[["FakeCore", bytes, AddRequest], None]
 

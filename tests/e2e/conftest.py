@@ -15,7 +15,7 @@ from tests.oracle import Excused, Greedy, Oracle
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EnginePool]:
-    pool = EnginePool(max_alive=3)
+    pool = EnginePool(max_alive=5)
     yield pool
     pool.close()
 

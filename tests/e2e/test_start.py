@@ -45,7 +45,7 @@ def check_failure(failure: Failure, patterns: Sequence[str], *, names_rank: bool
 
 
 @pytest.mark.parametrize(
-    "partition", ["5,1", "a,b", pytest.param("5", marks=pytest.mark.slow), pytest.param("-1,6", marks=pytest.mark.slow)]
+    "partition", ["5,1", *(pytest.param(split, marks=pytest.mark.slow) for split in ("a,b", "5", "-1,6"))]
 )
 def test_c3_impossible_split(partition: str, checkpoints: Checkpoints) -> None:
     """One line names the layer count, the rank count and the split."""

@@ -36,7 +36,7 @@ def test_c14_two_agents_give_the_same_ids(
         assert not differs or e.gaps[differs[0]] < GAP, f"{one.token_ids} on one host, {two.token_ids} over two agents"
 
 
-@pytest.mark.parametrize("transport", ["auto", "staged"])
+@pytest.mark.parametrize("transport", ["staged", pytest.param("auto", marks=pytest.mark.slow)])
 def test_c14_two_agents_in_bfloat16(checkpoints: Checkpoints, tiny_oracle: TinyOracle, transport: str) -> None:
     flags = ["--dtype", "bfloat16", "--transport", transport]
     with serve(checkpoints.fx_r, launcher="torchrun", num_nodes=2, flags=flags) as engine:

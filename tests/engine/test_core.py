@@ -40,7 +40,7 @@ from scripts.core_process import FoundCore, ensure_core
 from tests.fake_group import FakeGroup
 from tests.fakes import VOCAB_SIZE, expected_output
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 STAGES = 2
 
 

@@ -15,7 +15,7 @@ from ipc.params import SamplingParams
 from ipc.structured import MAX_GRAMMAR_BYTES, StructuredOutput
 from tests.fakes import FakeClock, FakeGrammar
 
-DEADLINE_MS = 10_000
+DEADLINE_MS = 60_000
 
 
 class FakeCompiler:

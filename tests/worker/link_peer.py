@@ -19,6 +19,10 @@ from worker.links.streams import HostStreams
 from worker.models import BoundaryTensor
 
 
+START_S = 120.0
+"""Until both are there: on a busy machine loading torch alone takes a minute."""
+
+
 def wide_hop(rank: int, width: int, num_tokens: int, timeout_s: float) -> Hop:
     boundary = (BoundaryTensor(name="hidden", width=width, dtype=torch.float32),)
     return Hop(boundary=boundary, rank=rank, peer=1 - rank, epoch=4, max_tokens=num_tokens, timeout_s=timeout_s)
@@ -31,7 +35,7 @@ def say(line: str) -> None:
 
 def main(values: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    group = connect_group(FileStore(values["store"], 2), rank=1, world_size=2, host=None, timeout_s=30)
+    group = connect_group(FileStore(values["store"], 2), rank=1, world_size=2, host=None, timeout_s=START_S)
     hop = wide_hop(1, values["width"], values["num_tokens"], 30)
     is_staged = values["transport"] == "staged"
     receiver = StagedReceiver(group, hop, HostStreams()) if is_staged else GlooReceiver(group, hop)

@@ -225,7 +225,9 @@ LONG_RULES = {"none": {}, "window_1000": {"window": 1000}, **{name: RULES[name] 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("rule", ["none", "all", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_RULES if name not in ("none", "all"))])
+@pytest.mark.parametrize(
+    "rule", [name if name in ("none", "all") else pytest.param(name, marks=pytest.mark.slow) for name in LONG_RULES]
+)
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_long_sequences(backend: str, rule: str, dtype: torch.dtype) -> None:
     step = Step(LONG_BATCH, dtype=dtype, backend=backend, rule=LONG_RULES[rule], padding=2, num_blocks=4000)

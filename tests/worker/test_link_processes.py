@@ -14,7 +14,7 @@ import torch
 from torch.distributed import FileStore
 
 from ipc.errors import PeerLost
-from tests.worker.link_peer import wide_hop
+from tests.worker.link_peer import START_S, wide_hop
 from worker.links.gloo import GlooSender, connect_group
 from worker.links.staged import StagedSender
 from worker.links.streams import HostStreams
@@ -36,7 +36,7 @@ def peer(tmp_path, *, num_steps: int, transport: str = "gloo", **size: int):
     command = [sys.executable, "-m", "tests.worker.link_peer", json.dumps(values)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            group = connect_group(FileStore(store, 2), rank=0, world_size=2, host=None, timeout_s=30)
+            group = connect_group(FileStore(store, 2), rank=0, world_size=2, host=None, timeout_s=START_S)
             assert process.stdout.readline() == "connected\n"
 
             def make_sender(timeout_s: float):

@@ -35,7 +35,7 @@ def groups(tmp_path):
     made = {}
 
     def connect(rank: int) -> None:
-        made[rank] = connect_group(FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2, host=None, timeout_s=20)
+        made[rank] = connect_group(FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2, host=None, timeout_s=60)
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
     for thread in threads:

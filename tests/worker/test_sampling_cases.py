@@ -92,7 +92,7 @@ def with_equal_pairs(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_s7_ties_at_the_edge_of_top_k_are_settled_alike_in_every_batch(tied_pairs, top_k: int) -> None:
     """Lower ids win: of pairs of equal logits the first k tokens, whatever the batch, and each seed has its token."""
     prompt = prompt_of(10)

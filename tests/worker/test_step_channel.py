@@ -16,7 +16,7 @@ from tests.worker.test_masks import masks_of
 from worker.step_channel import ShutdownRequested, StepChannel
 
 CORE_ID, EPOCH = 7, 3
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class Core:
