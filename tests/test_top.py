@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,6 +154,7 @@ def test_parts_can_be_hidden_and_requests_are_cut_to_the_screen() -> None:
 def test_a_picture_is_an_svg(tmp_path: Path) -> None:
     write_picture(tmp_path / "top.svg", later())
     text = (tmp_path / "top.svg").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\"'\s)]+", text)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}, "fetches nothing"
     assert text.startswith("<svg") and "brigade" in text and "activ." in text
 
 

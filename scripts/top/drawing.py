@@ -1,6 +1,7 @@
 """What the screen of `brigade top` looks like. Needs rich, of the extra [ui]."""
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ WIDE = 118
 PLAIN_WIDTH = 120
 PICTURE_WIDTH = 118
 MIN_REQUEST_ROWS = 3
+_FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+"""Fonts that a picture would fetch from elsewhere; without them it takes a font of the viewer's machine."""
+
 NUM_OTHER_LINES = 14
 """Of a frame, beside stages and requests."""
 
@@ -50,7 +54,8 @@ def write_picture(file: Path, view: View) -> None:
         record=True, file=io.StringIO(), width=PICTURE_WIDTH, force_terminal=True, color_system="truecolor", highlight=False
     )
     console.print(frame(view, None, Choices(), width=PICTURE_WIDTH, num_rows=18))
-    file.write_text(console.export_svg(title="brigade top", unique_id="brigade-top"), encoding="utf-8")
+    svg = console.export_svg(title="brigade top", unique_id="brigade-top")
+    file.write_text(_FONT_FACE.sub("", svg), encoding="utf-8")
 
 
 def frame(
