@@ -19,11 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError, RequestError
 from ipc.messages import MaskBuffer
 from ipc.params import SamplingParams
-from ipc.structured import StructuredOutput
-
-JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
-"""Between the parts of JSON: nothing, one blank, or a new line with its indentation. A model that may add as much blank space
-as it likes sometimes adds nothing else until its last token. A schema's own "x-guidance" object wins."""
+from ipc.structured import JSON_OPTIONS, StructuredOutput
 
 MAX_LEXER_STATES = 20_000
 """Of one grammar: at 1 to 2 kB each they are most of what it can take of the core's memory. Usual schemas have hundreds."""

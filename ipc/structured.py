@@ -12,6 +12,10 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 MAX_CHOICES = 1024
 
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
+"""Between the parts of JSON: nothing, one blank, or a new line with its indentation. A model that may add as much blank space
+as it likes sometimes adds nothing else until its last token. A schema's own "x-guidance" object wins."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
