@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.outputs import Answer, Answers
-from engine.text.chat_template import ChatTemplate
+from engine.text.chat_template import ChatTemplate, named_templates
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import PromptTooLong, RequestError
 from ipc.messages import ModelInfo
@@ -35,7 +35,7 @@ class TextSide:
         self.model = model
         self._tokenizer = Tokenizer(model.tokenizer, model.tokenizer_config) if model.tokenizer else None
         special = self._tokenizer.special_tokens if self._tokenizer is not None else {}
-        self._template = ChatTemplate(model.chat_template, special)
+        self._template = ChatTemplate(model.chat_template, special, named_templates(model.tokenizer_config))
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -2,16 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.text.template_sandbox import render_bounded, template_environment
 from ipc.errors import RequestError
 
 MAX_DEPTH = 32
@@ -20,19 +16,34 @@ MAX_DEPTH = 32
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning comes; templates read the first or the second."""
 
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
+
+_FOR_TOOLS = "tool_use"
+"""Name of the template that is taken when there are tools."""
+
+_PROBE = "qzprobe"
 
 
 class ChatTemplate:
     """A model's template, in the same surroundings as transformers gives it, but for functions as tools.
 
-    The template is a stranger's program: it runs in a sandbox and sees plain data only.
+    The template is a stranger's program: it runs in a sandbox, sees plain data only, and its work is bounded. Safe to use from
+    many threads.
     """
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """``source`` None: the model has none, and every rendering is refused."""
+    def __init__(
+        self, source: str | None, special_tokens: Mapping[str, str], named: Mapping[str, str] | None = None
+    ) -> None:
+        """``source`` None: the model has none, and every rendering is refused.
+
+        Args:
+            named: templates that the model has beside it, by name; see ``named_templates``.
+        """
         self._source = source
         self._special_tokens = dict(special_tokens)
+        self._named = dict(named or {})
 
     def render(
         self,
@@ -44,34 +55,64 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text; it holds BOS if the model wants one, so it is encoded without adding any.
 
+        Content in parts, all of them text, is joined by line ends for a template that takes texts only.
+
         Raises:
             RequestError: no template, messages of the wrong form, or the template refused them.
         """
-        template = self._template
+        template = self._tool_template if tools is not None and _FOR_TOOLS in self._named else self._template
         chat = check_messages(messages)
         known: dict[str, Any] = {
             **self._special_tokens,
             **_plain(variables, "template variables", 0),
             "tools": None if tools is None else _plain(list(tools), "tools", 0),
-            "messages": chat,
+            "messages": chat if self._takes_parts else [_with_joined_parts(message) for message in chat],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text: str = template.render(**{"documents": None} | known)
+            return render_bounded(template, {"documents": None} | known)
         except _TEMPLATE_FAULTS as error:
             raise RequestError(f"the model's chat template refused the messages: {error}", field="messages") from None
-        return text
 
     @cached_property
     def _template(self) -> jinja2.Template:
         if self._source is None:
+            had = f"; it has named ones only: {', '.join(sorted(self._named))}" if self._named else ""
             raise RequestError(
-                "this model has no chat template; send the finished prompt with generate instead", field="messages"
+                f"this model has no chat template{had}; send the finished prompt with generate instead", field="messages"
             )
+        return _compiled(self._source)
+
+    @cached_property
+    def _tool_template(self) -> jinja2.Template:
+        return _compiled(self._named[_FOR_TOOLS])
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether content as a list of parts becomes their text, and neither an error nor a list written out."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+        source = self._named.get(_FOR_TOOLS) if self._source is None else self._source
         try:
-            return _environment().from_string(self._source)
-        except _TEMPLATE_FAULTS as error:
-            raise RequestError(f"the model's chat template is broken: {error}", code="internal") from None
+            text = render_bounded(_compiled(source or ""), self._special_tokens | {"messages": parts, "tools": None})
+        except (*_TEMPLATE_FAULTS, RequestError):
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+
+
+def named_templates(tokenizer_config: bytes) -> dict[str, str]:
+    """All templates that a tokenizer's configuration has by name; none where it has a single one."""
+    config = json.loads(tokenizer_config)
+    entry = config.get("chat_template") if isinstance(config, dict) else None
+    items = [item for item in entry if isinstance(item, dict)] if isinstance(entry, list) else []
+    found = {item.get("name"): item.get("template") for item in items}
+    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return template_environment().from_string(source)
+    except _TEMPLATE_FAULTS as error:
+        raise RequestError(f"the model's chat template is broken: {error}", code="internal") from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -96,6 +137,16 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "\n".join(map(str, texts))}
+
+
 def _plain(value: Any, where: str, depth: int) -> Any:
     """A copy of JSON-like data. Raises RequestError naming the place of anything else."""
     if value is None or type(value) in (str, int, float, bool):
@@ -113,43 +164,3 @@ def _key(key: Any, where: str) -> str:
     if type(key) is not str:
         raise RequestError(f"{where} has the key {key!r:.80}, which is not a text", field="messages")
     return key
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant says, for training; here its body is text like any other."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As it stands; jinja's own filter would write <, > and & as escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -47,6 +47,9 @@ _ADDS_BOS = {"llama-bpe", "llama3", "llama-v3"}
 _OTHER_SENTENCEPIECE = ("gemma", "phi3")
 """Architectures whose files say "llama" but whose tokenizers treat blanks in a way of their own."""
 
+_NAMED_TEMPLATE = "tokenizer.chat_template."
+"""In front of the names of chat templates that a file has beside its default one."""
+
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -86,7 +89,11 @@ def convert(path: Path) -> tuple[bytes, bytes, str | None]:
         **parts,
     }
     template = metadata.get("tokenizer.chat_template")
-    config = special | {f"add_{name}": name in adds for name in ("bos_token", "eos_token")}
+    config: dict[str, Any] = special | {f"add_{name}": name in adds for name in ("bos_token", "eos_token")}
+    named = {key.removeprefix(_NAMED_TEMPLATE): text for key, text in metadata.items() if key.startswith(_NAMED_TEMPLATE)}
+    if named:
+        everything = {"default": template, **named} if isinstance(template, str) else named
+        config["chat_template"] = [{"name": name, "template": text} for name, text in everything.items()]
     return (
         json.dumps(document, ensure_ascii=False).encode(),
         json.dumps(config, ensure_ascii=False).encode(),

@@ -10,6 +10,10 @@ from engine.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 
 
+_DEFAULT = "default"
+"""Name of the chat template that is taken where nothing asks for another one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFiles:
     """What a client needs to turn text into tokens and back; see ModelInfo."""
@@ -45,14 +49,15 @@ def _read_folder(folder: Path) -> TextFiles:
     config_file, generation_file = folder / "tokenizer_config.json", folder / "generation_config.json"
     config_object = _read_object(config_file)
     extra = _read_object(folder / "special_tokens_map.json")
-    config = _as_json(extra | config_object, config_file)
+    templates = _read_templates(folder, config_object)
+    config = _as_json(_with_templates(extra | config_object, templates), config_file)
     tokenizer = _read_tokenizer(folder)
     if tokenizer:
         _check_tokenizer(folder / "tokenizer.json", tokenizer, config)
     return TextFiles(
         tokenizer=tokenizer,
         tokenizer_config=config,
-        chat_template=_read_template(folder, config_object),
+        chat_template=templates.get(_DEFAULT),
         generation_config=_as_json(_read_object(generation_file), generation_file),
     )
 
@@ -82,19 +87,33 @@ def _read_tokenizer(folder: Path) -> bytes:
     return b""
 
 
-def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The file of its own first, then the entry of the configuration, which may be a list of named ones."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ConfigError("MODEL", f"{file} is not UTF-8 text: {error}") from None
+def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: files of their own first, then the entry of the configuration, which may be a list of named ones."""
     entry = config.get("chat_template")
-    if isinstance(entry, list):
-        defaults = [item for item in entry if isinstance(item, dict) and item.get("name") == "default"]
-        entry = defaults[-1].get("template") if defaults else None
-    return entry if isinstance(entry, str) else None
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    found: dict[str, str] = {}
+    if (folder / "chat_template.jinja").is_file():
+        found[_DEFAULT] = _read_text(folder / "chat_template.jinja")
+    elif isinstance(entry, str):
+        found[_DEFAULT] = entry
+    elif isinstance(entry, list):
+        items = [(item.get("name"), item.get("template")) for item in entry if isinstance(item, dict)]
+        found = {name: text for name, text in items if isinstance(name, str) and isinstance(text, str)}
+    return found | {file.stem: _read_text(file) for file in files}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigError("MODEL", f"{file} is not UTF-8 text: {error}") from None
+
+
+def _with_templates(config: dict[str, Any], templates: dict[str, str]) -> dict[str, Any]:
+    """Named templates reach clients within the tokenizer's configuration."""
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    others = {key: value for key, value in config.items() if key != "chat_template"}
+    return others | {"chat_template": named} if templates.keys() - {_DEFAULT} else others
 
 
 def _read_object(file: Path) -> dict[str, Any]:
