@@ -18,7 +18,6 @@ from worker.links.staged import StagedReceiver
 from worker.links.streams import HostStreams
 from worker.models import BoundaryTensor
 
-
 START_S = 120.0
 """Until both are there: on a busy machine loading torch alone takes a minute."""
 

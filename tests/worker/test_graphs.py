@@ -88,9 +88,14 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counted
 
 
+CELLS = [
+    (mode, num_stages) if num_stages == 2 or mode == MODES[-1] else pytest.param(mode, num_stages, marks=pytest.mark.slow)
+    for mode in MODES for num_stages in (1, 2, 3)
+]  # fmt: skip
+
+
 @needs_native_code
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "num_stages"), CELLS)
 def test_ids_are_those_of_eager_steps(checkpoints, expected, steps, mode: str, num_stages: int) -> None:
     pool = FakePool()
     assert ids_of(live_batches(make(checkpoints.fx_r, num_stages, mode, pool=pool), make_plans())) == expected
