@@ -1,4 +1,5 @@
-"""Makes tests/golden/smollm2_tokenizer.json again: what transformers' tokenizer gives for varied texts and chats.
+"""Makes tests/golden/smollm2_tokenizer.json and smollm2_tokenizer_hashes.json again: what transformers' tokenizer gives for
+varied texts and chats.
 
     python -m tests.make_tokenizer_golden PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 """
@@ -11,9 +12,10 @@ from typing import Any
 
 import transformers
 
-from tests.text_samples import CHATS, samples
+from tests.text_samples import CHATS, ids_hash, many_samples, samples
 
 FILE = Path(__file__).parent / "golden" / "smollm2_tokenizer.json"
+HASHES_FILE = FILE.with_name("smollm2_tokenizer_hashes.json")
 
 
 def main(model: Path) -> None:
@@ -28,6 +30,10 @@ def main(model: Path) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines += [f"{json.dumps(name)}: [\n{_rows(rows)}\n]" for name, rows in (("texts", texts), ("chats", chats))]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    hashes = [ids_hash(tokenizer(text)["input_ids"]) for text in many_samples()]
+    rows = ",\n".join(json.dumps(hashes[i : i + 10], separators=(",", ":"))[1:-1] for i in range(0, len(hashes), 10))
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    HASHES_FILE.write_text("{\n" + ",\n".join([*lines, f'"hashes": [\n{rows}\n]']) + "\n}\n", encoding="utf-8")
 
 
 def _chat_ids(tokenizer: Any, chat: dict[str, Any]) -> list[int]:

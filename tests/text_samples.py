@@ -1,6 +1,8 @@
 """Varied strings for tokenizer tests, the same on every run."""
 
+import hashlib
 import random
+from collections.abc import Sequence
 
 HAND_PICKED = (
     "", " ", "  ", "\n", "\n\n\n", "\t", "\r\n", "a", " a", "a ", "  a  b   c    ", "Hello world", "Hello  world!",
@@ -39,6 +41,48 @@ def samples(count: int = 360) -> list[str]:
             pieces = ["".join(draw.choices(alphabet, k=draw.randint(1, 6))) for alphabet in draw.choices(_ALPHABETS, k=8)]
             found.append("".join(pieces))
     return found
+
+
+_SCRIPTS = (
+    "ÀÉÎÕÜßæœşğıřžåø", "абвгдежзийклмнопЁЇЄ", "αβγδεζηθάέήΩ", "אבגדהוזחט", "ابتثجحخدذءآ", "अआइईकखगघि्ा", "กขคงจฉช่้ำ",
+    "日本語中文漢字仮名かなカナ々〆", "한국어글자조합", "ქართული", "հայերեն", "தமிழ்", "ខ្មែរ", "ᚠᚢᚦ", "𐍈𝄞𝕏𝟘", "ⅫⅣ①⑳½¾", "٠١٢٣۴५६７８",
+    "😀😅🤖👍🏽👩‍🚀🧑🏾‍🤝‍🧑🏻🇯🇵🏴‍☠️❤️", "←↑→∀∂∈∑√∞≈≠⊂", "€£¥₿฿₹", "\u0300\u0301\u0327\u20dd\u200c\u200d\ufe0f", "\u00a0\u2002\u2009\u202f\u3000\u2028\u0085\t",
+    "«»„“”‘’‹›…–—", "{}[]()<>;:=+-*/%&|^~!?@#$\\\"'`_.,",
+)  # fmt: skip
+_CODE = (
+    "for (int i = 0; i < n; ++i) {\n\tsum += a[i];\n}", "async def f(*args, **kwargs) -> None:\n    await g(x=1)\n", "SELECT * FROM t WHERE a >= 10;",
+    "<div class=\"a b\">\n  <!-- c -->\n</div>", "fn main() { println!(\"{:?}\", vec![1u8; 4]); }", "x = {'a': [1, 2.5e-3], \"b\": None}", "#include <stdio.h>\r\n",
+    "git commit -m 'msg' && ls -la | grep \\.py$", "const f = (x) => `${x}!`;", "\\begin{equation} e^{i\\pi} + 1 = 0 \\end{equation}", "0x1F 0b101 1_000 1e-9",
+    "2026-11-30T18:25:27.123Z", "192.168.0.1:8080", "+49 (0)30 1234-5678", "a@b.example", "C:\\dir\\file.txt", "key=value; path=/; HttpOnly",
+)  # fmt: skip
+
+
+def many_samples(count: int = 2000) -> list[str]:
+    """The ones of ``samples``, then mixtures of more scripts, blanks, digits, code and emoji."""
+    draw = random.Random(8)
+    found = samples()
+    while len(found) < count:
+        pieces = []
+        for _ in range(draw.randint(1, 9)):
+            kind = draw.random()
+            if kind < 0.45:
+                pieces.append("".join(draw.choices(draw.choice(_SCRIPTS), k=draw.randint(1, 9))))
+            elif kind < 0.6:
+                pieces.append(draw.choice(_CODE)[draw.randrange(8) :])
+            elif kind < 0.75:
+                pieces.append(str(draw.randrange(10 ** draw.randint(1, 12))))
+            elif kind < 0.9:
+                pieces.append(draw.choice(_WORDS).upper() if draw.random() < 0.3 else draw.choice(_WORDS))
+            else:
+                pieces.append(draw.choice(("<|im_start|>", "<|im_end|>", "<|endoftext|>", "'s", "'LL", "\n\n", "\r\n", "...")))
+            pieces.append(draw.choice(("", "", " ", " ", "  ", "\n", "\t", " \n ", "    ")))
+        found.append("".join(pieces))
+    return found
+
+
+def ids_hash(token_ids: Sequence[int]) -> str:
+    """Eight hexadecimal digits that stand for these ids."""
+    return hashlib.blake2b(",".join(map(str, token_ids)).encode(), digest_size=4).hexdigest()
 
 
 _TALK = [

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
+from engine.outputs import Answer
 from engine.text.byte_alphabet import CHARACTER_OF_BYTE, spell, unspell
 from engine.text.detokenizer import CUT, WINDOW_LIMIT, Detokenizer, WindowDetokenizer
+from engine.text.sources import read_text_files
 from engine.text.tokenizer import Tokenizer
+from ipc.messages import RequestOutput
+from ipc.params import SamplingParams
+from tests.text_samples import many_samples
 
 MIXED = "A 世界 — naïve ǆ café 👩‍💻 한국어 Příliš žluťoučký 🇩🇪 \u0301 end"
 
@@ -159,6 +165,57 @@ def test_d4_500_random_cuts_of_a_mixed_text(window: bool) -> None:
             sent += added
             assert (MIXED * 3).startswith(sent)
         assert sent + detokenizer.flush() == MIXED * 3
+
+
+def test_d4_500_random_cuts_into_byte_tokens_and_words() -> None:
+    """The same for a tokenizer whose tokens are words or single bytes."""
+    draw = random.Random(5)
+    tokenizer, _ = byte_fallback()
+    for _ in range(500):
+        words = [draw.choice([257, 258, 262, 263]) for _ in range(draw.randint(1, 6))]
+        ids, text = [257], "the"  # the blank in front is taken away
+        for word in words:
+            piece = "".join(draw.choices(MIXED, k=draw.randint(1, 6)))
+            ids += [*(1 + byte for byte in piece.encode()), word]
+            text += piece + tokenizer.token_bytes(word).decode()
+        sent = ""
+        detokenizer = tokenizer.detokenizer()
+        for token_id in ids:
+            added = detokenizer.add(token_id)
+            assert CUT not in added
+            sent += added
+            assert text.startswith(sent)
+        assert sent + detokenizer.flush() == text
+
+
+def test_d4_500_random_cuts_of_2000_texts_by_the_demo_models_tokens(demo_model: Path) -> None:
+    """Texts are cut anywhere, at bytes as well: each part's tokens on their own, in messages of random size."""
+    files = read_text_files(str(demo_model))
+    tokenizer = Tokenizer(files.tokenizer, files.tokenizer_config)
+    byte_ids = {tokenizer.token_bytes(i): i for i in range(len(json.loads(files.tokenizer)["model"]["vocab"]))}
+    draw = random.Random(6)
+    for text in draw.sample(many_samples(), 500):
+        ids: list[int] = []
+        while text and len(ids) < 400:
+            part, text = text[: (size := draw.randint(1, 12))], text[size:]
+            raw = part.encode()
+            in_bytes = draw.random() < 0.5 and all(raw[i : i + 1] in byte_ids for i in range(len(raw)))
+            ids += [byte_ids[raw[i : i + 1]] for i in range(len(raw))] if in_bytes else tokenizer.encode(part)
+        whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        answer = Answer("r", SamplingParams(), 1, tokenizer.detokenizer(skip_special_tokens=False), tokenizer.token_bytes)
+        sent = ""
+        while True:
+            new, ids = ids[: (size := draw.randint(1, 5))], ids[size:]
+            output = answer.take(message(new, "length" if not ids else None))
+            sent += output.delta
+            assert sent == output.text and whole.startswith(sent)
+            if not ids:
+                break
+        assert sent == whole
+
+
+def message(token_ids: list[int], finish_reason: str | None) -> RequestOutput:
+    return RequestOutput(core_id=1, request_id="r", new_token_ids=token_ids, finish_reason=finish_reason)
 
 
 def test_a_cut_tail_is_one_mark_at_the_end() -> None:

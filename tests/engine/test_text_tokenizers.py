@@ -17,7 +17,7 @@ from engine.text.sources import read_text_files
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError, RequestError
 from tests.conftest import GOLDEN, Checkpoints
-from tests.text_samples import samples
+from tests.text_samples import ids_hash, many_samples, samples
 
 CONTROL, NORMAL, USER, BYTE, UNKNOWN = 3, 1, 4, 6, 2
 
@@ -51,6 +51,23 @@ def test_ids_of_varied_texts_equal_transformers(demo: tuple[Tokenizer, ChatTempl
     assert [row["text"] for row in stored["texts"]] == samples()
     for row in stored["texts"]:
         assert demo[0].encode(row["text"]) == row["token_ids"], row["text"]
+
+
+def test_ids_of_2000_texts_equal_transformers_by_their_hashes(demo: tuple[Tokenizer, ChatTemplate]) -> None:
+    stored = json.loads((GOLDEN / "smollm2_tokenizer_hashes.json").read_text(encoding="utf-8"))["hashes"]
+    texts = many_samples()
+    assert len(set(texts)) > 1950 and len(texts) == len(stored) == 2000
+    wrong = [text for text, known in zip(texts, stored, strict=True) if ids_hash(demo[0].encode(text)) != known]
+    assert wrong == []
+    for text in texts:
+        assert demo[0].decode(demo[0].encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.slow
+def test_ids_of_2000_texts_equal_transformers_itself(demo: tuple[Tokenizer, ChatTemplate], demo_model: Path) -> None:
+    theirs = reader(demo_model)
+    for text in many_samples():
+        assert demo[0].encode(text) == theirs(text)["input_ids"], text
 
 
 def test_texts_come_back_from_their_ids(demo: tuple[Tokenizer, ChatTemplate], stored: dict[str, Any]) -> None:
@@ -167,6 +184,16 @@ def test_sentencepiece_equals_transformers(tmp_path: Path) -> None:
         assert ours.encode(text) == ids, text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
     assert ours.encode("")[:1] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pre", ["default", "gpt-2", "llama-bpe", "smollm", "qwen2", "tekken", "sentencepiece"])
+def test_2000_texts_in_every_kind_equal_transformers(tmp_path: Path, pre: str) -> None:
+    path = tmp_path / "m.gguf"
+    path = sentencepiece_file(path) if pre == "sentencepiece" else byte_level_file(path, pre=pre, add_bos_token=True)
+    ours, theirs = tokenizer_of(path), reader(path)
+    for text in many_samples():
+        assert ours.encode(text) == theirs(text)["input_ids"], text
 
 
 def test_sentencepiece_without_a_space_in_front(tmp_path: Path) -> None:
