@@ -9,7 +9,6 @@ from engine.text import gguf_tokenizer
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 
-
 _DEFAULT = "default"
 """Name of the chat template that is taken where nothing asks for another one."""
 

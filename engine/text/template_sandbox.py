@@ -18,8 +18,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.compiler import generate
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
