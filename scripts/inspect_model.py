@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ipc.errors import ConfigError
+from scripts.model_source import find_model
 from scripts.options import DEFAULT_MAX_NUM_SEQS, MAX_COUNT, Bytes
 from worker.model_config import read_model_config
 from worker.partition import split_layers
@@ -36,9 +37,10 @@ from worker.partition import split_layers
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: sizes in bytes, times in seconds.")
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
-    """Show what is in MODEL (a folder or a .gguf file), how it would split, and what would fit on this machine.
+    """Show what is in MODEL, how it would split, and what would fit on this machine.
 
-    Only the heads of files are read, so MODEL may be larger than memory.
+    MODEL is a folder, a .gguf file, or a name on a hub, as for `brigade serve`; what is on a hub is fetched first. Only the
+    heads of files are read, so MODEL may be larger than memory.
 
     \b
     Exit codes:
@@ -47,12 +49,15 @@ def command(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
       2  wrong usage
     """
     try:
-        config = read_model_config(options["model"])
+        source = find_model(options["model"])
+        options["model"] = source.path
+        config = read_model_config(source.path)
         split_layers(config.num_layers, options["num_stages"], options["partition"])
         # What follows needs torch, which takes seconds to load.
         from scripts.checkpoint_report import InspectOptions, inspect_checkpoint
 
         report = inspect_checkpoint(InspectOptions(**options), config)
+        report["model"] = source.name
     except ConfigError as error:
         click.echo(f"brigade: {error}", err=True)
         ctx.exit(1)

@@ -186,7 +186,11 @@ def _ended_within(pid: int, timeout_s: float) -> bool:
 @serve_options
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
-    """Serve MODEL (a folder or a .gguf file) with a pipeline of processes on this machine.
+    """Serve MODEL with a pipeline of processes on this machine.
+
+    MODEL is a folder in Hugging Face layout, a .gguf file, or a name on the hub that HF_ENDPOINT names: ORG/NAME,
+    ORG/NAME@REVISION, or ORG/NAME:FILE.gguf. What is on a hub is fetched once per host; a path that exists never touches the
+    network.
 
     The last line of start-up on standard error is `brigade ready: …`. SIGTERM or Ctrl-C drains and ends with exit code 0;
     a second one stops at once. A start that can't work ends with its cause and exit code 1, wrong usage with 2.

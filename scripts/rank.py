@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from ipc.errors import ConfigError, EngineError
 from ipc.logs import set_up_logging
 from scripts.core_process import ensure_core
 from scripts.ending import SignalWatch, end_everything
+from scripts.model_source import find_model
 from scripts.options import DEFAULT_MAX_NUM_SEQS, GroupedCommand, serve_options
 from worker.graphs.modes import SIZES_FLAG, put_right
 from worker.model_config import ModelConfig, read_model_config
@@ -62,7 +62,9 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, options: dict[str, Any]) -> int:
     let_waiting_threads_sleep()
     _check_shape(place, options)
-    config = read_model_config(options["model"])
+    source = find_model(options["model"])
+    options = {**options, "model": source.path}
+    config = read_model_config(source.path)
     split_layers(config.num_layers, place.world_size, options["pipeline_partition"])
     capture_sizes = _capture_sizes(options, tells=place.rank == 0)
     directory = RunDirectory.of_agent(agent_pid)
@@ -76,7 +78,7 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
             "trusted network; on one host `brigade serve` keeps everything on loopback"
         )
     if place.rank == 0:
-        found = _ensure_core(directory, config, agent_pid, place, advertise_host, options)
+        found = _ensure_core(directory, config, source.name, agent_pid, place, advertise_host, options)
         core_address, key = found
     store = None
     if place.num_agents > 1:
@@ -152,6 +154,7 @@ def _check_shape(place: TorchrunEnvironment, options: dict[str, Any]) -> None:
 def _ensure_core(
     directory: RunDirectory,
     config: ModelConfig,
+    model_name: str,
     agent_pid: int,
     place: TorchrunEnvironment,
     advertise_host: str | None,
@@ -167,7 +170,7 @@ def _ensure_core(
         advertise_host=advertise_host,
         listen=tuple(options["listen"]),
         error_file=options["error_file"],
-        model_name=Path(options["model"]).resolve().name,
+        model_name=model_name,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         model_max_len=config.max_position_embeddings,

@@ -30,6 +30,7 @@ MUST_NOT_IMPORT = {
 
 LAZY_IMPORTS = {
     "scripts/inspect_model.py": "help and what is wrong with a path are told before torch is loaded",
+    "scripts/model_source.py": "a model that is here needs nothing of what downloads do",
     "scripts/serve.py": "signals are taken over before anything slow is imported",
     "scripts/rank.py": "torch is loaded after everything that can be checked, and started, without it",
 }
