@@ -80,6 +80,11 @@ class AsyncClient:
         return self._attachment_now().tokens.model
 
     @property
+    def is_lost(self) -> bool:
+        """The engine is gone, or this client was closed; false before it was attached."""
+        return self._attachment is not None and self._attachment.tokens.is_lost
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError when it has none."""
         return self._attachment_now().text.tokenizer
@@ -161,6 +166,30 @@ class AsyncClient:
 
         room = room_for(max_open, self.model.max_num_seqs, rules)
         return await run_batch_async(len(asked), self._attached, send, room, progress)
+
+    def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Prepared:
+        """The slow half of ``generate``, in proportion to the prompt: checks and tokens. ``submit`` is the other.
+
+        Safe to call from any thread, so that a large prompt need not hold up the event loop.
+        """
+        return self._attachment_now().text.prepare(prompt, params)
+
+    def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template_variables: Any
+    ) -> Prepared:
+        """The same of ``chat``."""
+        return self._attachment_now().text.prepare_chat(messages, params, template_variables)
+
+    def submit(
+        self,
+        prepared: Prepared,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> "AsyncGeneration":
+        """Send what was prepared now, and iterate over its outputs as those of ``generate``."""
+        return self._generation(lambda text: prepared, request_id, priority, timeout_s)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
@@ -298,6 +327,17 @@ class AsyncGeneration:
             if output is not None:
                 return output
         raise StopAsyncIteration
+
+    def poll(self) -> Output | None:
+        """The next output if it is there already, without waiting; None also when there will be none. Raises as ``anext``."""
+        if self._sent is None:
+            return None
+        stream, answers = self._sent
+        while not answers.are_over and (message := stream.poll()) is not None:
+            output = answers.take(message, stream)
+            if output is not None:
+                return output
+        return None
 
     async def aclose(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""

@@ -62,6 +62,11 @@ class Client:
         return self._attachment.tokens.model
 
     @property
+    def is_lost(self) -> bool:
+        """The engine is gone, or this client was closed."""
+        return self._attachment.tokens.is_lost
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError when it has none."""
         return self._attachment.text.tokenizer
@@ -153,6 +158,27 @@ class Client:
             return self._conversation(asked[index], rules[index], template_variables, None, priority, timeout_s, tell)
 
         return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
+
+    def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Prepared:
+        """The slow half of ``generate``, in proportion to the prompt: checks and tokens. ``submit`` is the other."""
+        return self._attachment.text.prepare(prompt, params)
+
+    def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template_variables: Any
+    ) -> Prepared:
+        """The same of ``chat``."""
+        return self._attachment.text.prepare_chat(messages, params, template_variables)
+
+    def submit(
+        self,
+        prepared: Prepared,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> "Generation":
+        """Send what was prepared now, and iterate over its outputs as those of ``generate``."""
+        return _send(self._attached(), prepared, request_id, priority, timeout_s, None)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
@@ -273,6 +299,14 @@ class Generation:
     def is_over(self) -> bool:
         """Every choice has had its last output."""
         return self._answers.are_over
+
+    def poll(self) -> Output | None:
+        """The next output if it is there already, without waiting; None also when there will be none. Raises as ``next``."""
+        while not self._answers.are_over and (message := self._stream.poll()) is not None:
+            output = self._answers.take(message, self._stream)
+            if output is not None:
+                return output
+        return None
 
     def close(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""

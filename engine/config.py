@@ -6,6 +6,7 @@ from typing import Any
 
 import msgpack
 
+from engine.openai.settings import HttpSettings
 from engine.pacing import PREFILL_SHARE
 from engine.policies import SchedulingPolicy
 from ipc.errors import ConfigError
@@ -70,11 +71,15 @@ class CoreConfig:
     """Whether unset sampling parameters take the model's defaults: see ``engine.sampling_defaults``."""
     seed: int | None = None
     """Makes the seeds that the core draws for unseeded requests repeatable."""
+    http: HttpSettings | None = None
+    """Of the HTTP server that the core keeps; None for none."""
     drain_timeout_s: float = 30.0
     health_timeout_s: float = 30.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
+        if isinstance(self.http, Mapping):
+            object.__setattr__(self, "http", HttpSettings(**self.http))
         rules = (
             ("--block-size", self.block_size, self.block_size > 0 and not self.block_size & (self.block_size - 1),
              "must be a power of two"),

@@ -25,6 +25,7 @@ from engine.cost_model import FittedCosts
 from engine.executor import EpochEnded, EpochReady, Event, Executor, Phase
 from engine.gateway import FromClient, Gateway
 from engine.grammar_compiler import GrammarCompiler, load_vocabulary
+from engine.http_child import http_child_of
 from engine.metrics import Metrics
 from engine.policies import Deadlines, check_open_room, check_queue_room
 from engine.request import AnswerGrammar, ClientId, Request
@@ -81,6 +82,7 @@ class EngineCore:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateway = Gateway(self._context, core_id=self._core_id, max_prompt_tokens=config.model_max_len)
         self._gateway.listen(config.listen)
+        self._http = http_child_of(config, self._gateway)
         self.worker_address = ""
         self._worker_socket = self._open_worker_socket()
         self._executor = Executor(
@@ -109,6 +111,7 @@ class EngineCore:
         """Leaving it is what makes a final message final."""
         self._views = RequestViews(self._open, self._grammars, core_id=self._core_id)
         self._waiting_to_attach: set[ClientId] = set()
+        self._was_ready_said = False
         self._failed_epochs = 0
         self._num_requests = 0
         self._metrics = Metrics()
@@ -128,8 +131,9 @@ class EngineCore:
         """Serve until the agent is gone; returns the exit code."""
         self._watch_signals()
         self._defaults.log()
-        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup, self._grammars.fd):
+        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup, self._grammars.fd, self._http.fd):
             self._poller.register(source, zmq.POLLIN)
+        self._http.start()
         exit_code = 0
         try:
             while True:
@@ -166,6 +170,9 @@ class EngineCore:
             self._drop_client(client)
         self._check_deadlines()
         self._send_masks()
+        self._http.look_after()
+        if not self._was_ready_said and self._info is not None:
+            self._say_ready()
 
     def _schedule(self) -> None:
         self._recorder.doing(Kind.SCHEDULE, NO_STEP)
@@ -189,7 +196,7 @@ class EngineCore:
         possible = (
             self._drain_deadline, self._agent_deadline, self._executor.deadline(), self._deadlines.nearest(),
             self._timelines.deadline(),
-            self._grammars.deadline(),
+            self._grammars.deadline(), self._http.deadline(),
         )
         deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
@@ -220,6 +227,7 @@ class EngineCore:
             name, drain_s = signal_name(received[0]), self._config.drain_timeout_s
             logger.info("%s: draining for at most %g s", name, drain_s)
             self._drain_deadline = time.monotonic() + self._config.drain_timeout_s
+            self._http.stop()
         else:
             self._drain_deadline = time.monotonic()
 
@@ -253,6 +261,7 @@ class EngineCore:
         self._executor.shut_down(reason, exit_code=exit_code)
         self._gateway.close(LAST_WORDS_MS)
         self._worker_socket.close(LAST_WORDS_MS)
+        self._http.end()
         self._context.term()
         RunDirectory(path=Path(self._config.run_dir)).remove()
 
@@ -307,12 +316,7 @@ class EngineCore:
         is_first = self._info is None
         self._info = self._model_info(event.plan.max_model_len)
         self._info_frames = encode(self._info)
-        if is_first:
-            # Whoever read this may be gone; the engine serves all the same.
-            with suppress(OSError):
-                sys.stderr.write(self.ready_line() + "\n")
-                sys.stderr.flush()
-        else:
+        if not is_first:
             logger.info("epoch %d is ready", event.epoch)
         for client in self._waiting_to_attach:
             self._gateway.send_frames(client, self._info_frames)
@@ -527,8 +531,18 @@ class EngineCore:
         """The last line of start-up; scripts wait for it and read the address from it."""
         return (
             f"brigade ready: model={self._config.model_name} stages={self._config.num_stages} "
-            f"listen={','.join(self._gateway.addresses)} http=-"
+            f"listen={','.join(self._gateway.addresses)} http={self._http.url}"
         )
+
+    def _say_ready(self) -> None:
+        if self._http.has_failed:
+            self._give_up("the HTTP server does not start; what it said is above")
+        self._was_ready_said = self._http.has_failed or self._http.is_up
+        if self._http.is_up:
+            # Whoever read this may be gone; the engine serves all the same.
+            with suppress(OSError):
+                sys.stderr.write(self.ready_line() + "\n")
+                sys.stderr.flush()
 
     def _model_info(self, max_model_len: int) -> ModelInfo:
         return ModelInfo(

@@ -87,6 +87,11 @@ class Gateway:
             logger.warning("%s is taken, perhaps by another engine: listening on a free port", DEFAULT_LISTEN)
             self._bind("tcp://127.0.0.1:0")
 
+    def listen_privately(self, address: str) -> None:
+        """Bind an ipc address that only the core's own children are told."""
+        self._bind(address)
+        self.addresses.remove(address)
+
     def receive(self, ready: Container[object]) -> Iterator[FromClient]:
         """What arrived on sockets that are ``ready`` and could be understood, one by one and not more than a share of a
         turn; the rest of it is answered with an error.

@@ -99,7 +99,7 @@ class GrammarCompiler:
         if self._pending and self._pending_bytes + size > MAX_PENDING_BYTES:
             raise RequestError(
                 f"grammars of {self._pending_bytes} bytes wait to be compiled, {MAX_PENDING_BYTES} may; try again later",
-                code="unavailable", field="structured",
+                code="overloaded", field="structured",
             )  # fmt: skip
         job = _Job(
             request=request, structured=structured, params=request.params,

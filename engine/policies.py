@@ -223,7 +223,7 @@ def check_open_room(num_open: int, num_choices: int, max_num_seqs: int, max_queu
     if num_open + num_choices > most:
         raise RequestError(
             f"{num_open} requests are open, --max-queued-requests allows {max_queued_requests} to wait; try again later",
-            code="unavailable",
+            code="overloaded",
         )
 
 
@@ -237,5 +237,5 @@ def check_queue_room(num_waiting_tokens: int, num_tokens: int, max_queued_tokens
         raise RequestError(
             f"{num_waiting_tokens} prompt tokens wait, with the {num_tokens} of this request more than the "
             f"--max-queued-tokens={max_queued_tokens} that may; try again later",
-            code="unavailable",
+            code="overloaded",
         )

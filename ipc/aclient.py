@@ -180,6 +180,18 @@ class AsyncTokenStream:
         except asyncio.CancelledError:
             self.close()
             raise
+        return self._taken(item)
+
+    def poll(self) -> RequestOutput | None:
+        """The next output if it is there already; None otherwise, also when it is over. Raises as ``anext``."""
+        if self._is_over or self._inbox.empty():
+            return None
+        try:
+            return self._taken(self._inbox.get_nowait())
+        except StopAsyncIteration:
+            return None
+
+    def _taken(self, item: Item | None) -> RequestOutput:
         if item is None or isinstance(item, Failure):
             self._is_over = True
             self._inbox.put_nowait(item)  # for the next task that waits

@@ -176,7 +176,18 @@ class TokenStream:
         """Raises RequestError when the core ends the request with an error, PeerLost when the core is gone."""
         if self._is_over:
             raise StopIteration
-        item = self._inbox.get()
+        return self._taken(self._inbox.get())
+
+    def poll(self) -> RequestOutput | None:
+        """The next output if it is there already; None otherwise, also when it is over. Raises as ``next``."""
+        if self._is_over:
+            return None
+        try:
+            return self._taken(self._inbox.get_nowait())
+        except (queue.Empty, StopIteration):
+            return None
+
+    def _taken(self, item: object) -> RequestOutput:
         if item is None or isinstance(item, Failure):
             self._is_over = True
             self._inbox.put(item)  # for the next thread that waits

@@ -24,8 +24,9 @@ class ConfigError(EngineError, ValueError):
 class RequestError(EngineError):
     """One request failed; every other request goes on.
 
-    ``code`` is one of ``bad_request`` (the client's mistake), ``aborted``, ``unavailable`` (a process that was
-    needed is gone or too busy: the same request may succeed later) and ``internal``.
+    ``code`` is one of ``bad_request`` (the client's mistake), ``duplicate`` (its id is that of an open request),
+    ``overloaded`` (a queue is full: the same request may succeed later), ``unavailable`` (a process that was needed is
+    gone: perhaps later, perhaps elsewhere) and ``internal``.
     """
 
     code = "bad_request"

@@ -6,6 +6,7 @@ import click
 
 COMMANDS = {
     "serve": "scripts.launch",
+    "http": "scripts.http_server",
     "generate": "scripts.generate",
     "chat": "scripts.chat.command",
     "inspect": "scripts.inspect_model",

@@ -1,12 +1,14 @@
 """The flags of ``brigade serve`` and of ``scripts.serve``: one list for both."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from engine.config import MAX_LOOKUP_TOKENS
+from engine.openai.settings import HttpSettings, check_installed, parse_address, read_keys
+from ipc.errors import ConfigError
 from ipc.logs import LEVELS
 from worker.graphs.modes import MODE_NAMES
 from worker.settings import ATTENTION_BACKENDS, TRANSPORTS
@@ -106,6 +108,20 @@ def _option(topic: str, *names: str, **kwargs: Any) -> Callable[[Any], Any]:
 
 
 _PIPELINE, _MODEL, _MEMORY, _SERVICE, _TIME = "Pipeline", "Model", "Scheduling and memory", "Clients", "Deadlines"
+_HTTP = "HTTP"
+
+HTTP_OPTIONS = (
+    _option(_HTTP, "--api-key", multiple=True, metavar="KEY",
+            help="Let in only who sends this key; repeatable. Other users of this machine can see it here: prefer a file."),
+    _option(_HTTP, "--api-key-file", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
+            help="The same, a key a line."),
+    _option(_HTTP, "--cors-origin", multiple=True, metavar="ORIGIN",
+            help="Let pages of this origin, such as https://example.com, call from a browser; * for all. Repeatable."),
+    _option(_HTTP, "--served-model-name", multiple=True, metavar="NAME",
+            help="Another name for the model; the first is what answers say. Repeatable."),
+    _option(_HTTP, "--max-body-size", type=Bytes(), default="8Mi", help="Most bytes of a request's body."),
+)
+"""Of serve and of http."""
 
 SERVE_OPTIONS = (
     click.argument("model"),
@@ -174,6 +190,9 @@ SERVE_OPTIONS = (
     _option(_SERVICE, "--listen", multiple=True, metavar="ADDR",
             help="Client address, tcp://HOST:PORT or ipc://PATH; repeatable.  "
             "[default: tcp://127.0.0.1:5757 if free, else a free port]"),
+    _option(_SERVICE, "--http", metavar="HOST:PORT", default=None,
+            help="Also serve HTTP as OpenAI's API does; port 0 takes any that is free, told in the ready line. See docs/http.md."),
+    *HTTP_OPTIONS,
     _option(_SERVICE, "--insecure", is_flag=True, help="Allow addresses that other machines can reach."),
     _option(_TIME, "--link-timeout", type=Seconds(1), default=60.0,
             help="Seconds a stage waits for its neighbour within a step before the group is restarted."),
@@ -191,3 +210,26 @@ def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in reversed(SERVE_OPTIONS):
         function = decorate(function)
     return function
+
+
+def http_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with what all HTTP servers have."""
+    for decorate in reversed(HTTP_OPTIONS):
+        function = decorate(function)
+    return function
+
+
+def http_settings(address: str | None, options: Mapping[str, Any]) -> HttpSettings | None:
+    """From the flags; None without an address. Raises ConfigError, also when something must be installed first."""
+    if address is None:
+        for name in ("api_key", "api_key_file", "cors_origin", "served_model_name"):
+            if options[name]:
+                raise ConfigError(f"--{name.replace('_', '-')}", "needs --http HOST:PORT")
+        return None
+    check_installed()
+    keys = read_keys(options["api_key"], options["api_key_file"])
+    host, port = parse_address(address, insecure=options["insecure"], has_key=bool(keys))
+    return HttpSettings(
+        host=host, port=port, api_keys=keys, cors_origins=options["cors_origin"],
+        served_model_names=options["served_model_name"], max_body_bytes=options["max_body_size"],
+    )  # fmt: skip

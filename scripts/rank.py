@@ -27,7 +27,7 @@ from ipc.logs import set_up_logging
 from scripts.core_process import ensure_core
 from scripts.ending import SignalWatch, end_everything
 from scripts.model_source import find_model
-from scripts.options import DEFAULT_MAX_NUM_SEQS, GroupedCommand, serve_options
+from scripts.options import DEFAULT_MAX_NUM_SEQS, GroupedCommand, http_settings, serve_options
 from worker.graphs.modes import SIZES_FLAG, put_right
 from worker.model_config import ModelConfig, read_model_config
 from worker.partition import split_layers
@@ -192,6 +192,7 @@ def _ensure_core(
         speculative_lookup_tokens=options["speculative_lookup_tokens"],
         seed=options["seed"],
         logits_processors=options["logits_processor"],
+        http=http_settings(options["http"], options),
         drain_timeout_s=options["drain_timeout"],
         health_timeout_s=options["health_timeout"],
         log_level=options["log_level"],

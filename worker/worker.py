@@ -22,13 +22,13 @@ from ipc.messages import (
     WorkerLoaded,
     WorkerReady,
 )
+from ipc.parent import die_with_parent
 from ipc.promptness import prompt_threads
 from ipc.spans import NO_STEP, Kind
 from worker.clock import PLAN, StageClock
 from worker.control import ControlThread
 from worker.device import choose_num_threads, device_identity
 from worker.graphs.graph import make_pool
-from worker.lifeline import die_with_parent
 from worker.links.opening import Links, Meeting, meet, open_links
 from worker.memory import free_memory, memory_for
 from worker.model_runner import ModelRunner

@@ -65,6 +65,10 @@ class Engine:
         self.address = match["listen"]
         return self
 
+    def first_match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Of the lines that it wrote."""
+        return next(iter(self._output.all_matches(pattern)), None)
+
     def partition(self) -> str:
         """Layers per stage, as the ranks said, such as "16,14". Raises PeerLost when they did not."""
         sizes = {int(m["stage"]): int(m["last"]) - int(m["first"]) + 1 for m in self._output.all_matches(LAYERS)}

@@ -271,7 +271,7 @@ def test_a_full_queue_refuses_at_once(
         client.pump_until(lambda: sum(s.failed is not None for s in streams) >= 9, 30, lambda: "not refused")
         client.wait(streams, 60)
         assert sum(s.finish_reason == "length" for s in streams) == 3
-        assert {s.failed.code for s in streams if s.failed is not None} == {"unavailable"}
+        assert {s.failed.code for s in streams if s.failed is not None} == {"overloaded"}
         excused += check_against(client, tiny_oracle.expect(51, [9], 8), concurrency=1)
         engine.settle()
         engine.stop()

@@ -69,7 +69,7 @@ def test_the_queue_is_bounded_in_tokens(tmp_path: Path) -> None:
         client.ask(add("waits", [1] * 20))
         client.ask(add("too much", [1] * 11))
         failed = client.hear()
-        assert isinstance(failed, RequestFailed) and failed.request_id == "too much" and failed.code == "unavailable"
+        assert isinstance(failed, RequestFailed) and failed.request_id == "too much" and failed.code == "overloaded"
         assert "20 prompt tokens wait, with the 11 of this request" in failed.reason
         hold.set()
         assert await_ending(client, "waits") == "length"

@@ -104,7 +104,7 @@ def test_a_queue_full_of_tokens_refuses_with_both_numbers_but_an_empty_one_takes
     check_queue_room(60, 40, 100)
     with pytest.raises(RequestError, match="60 prompt tokens wait, with the 41 of this request") as refused:
         check_queue_room(60, 41, 100)
-    assert refused.value.code == "unavailable"
+    assert refused.value.code == "overloaded"
 
 
 # ----------------------------------------------------------------------------------------------- order of requests

@@ -15,7 +15,7 @@ from worker.topology import Topology
 
 CHILD = """
 import os, time
-from worker.lifeline import die_with_parent
+from ipc.parent import die_with_parent
 print(die_with_parent(os.getppid()), os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -33,7 +33,7 @@ def test_a_process_ends_when_its_parent_is_killed():
 
 
 def test_a_parent_that_is_gone_already_is_noticed():
-    code = "from worker.lifeline import die_with_parent; import sys; sys.exit(die_with_parent(1))"
+    code = "from ipc.parent import die_with_parent; import sys; sys.exit(die_with_parent(1))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

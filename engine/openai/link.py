@@ -1,0 +1,68 @@
+"""The server's attachment to its engine: one client for all requests, made anew when the engine was lost."""
+
+import asyncio
+import logging
+
+from engine.aclient import AsyncClient
+from engine.openai.errors import ApiError
+from ipc.conversation import ATTACH_TIMEOUT_S
+from ipc.errors import ConfigError, PeerLost
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 2.0
+"""How long a request waits for an engine that is being attached to."""
+
+
+class EngineLink:
+    """Used from one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._client: AsyncClient | None = None
+        self._attaching: asyncio.Task[AsyncClient] | None = None
+
+    async def attach(self, timeout_s: float | None) -> AsyncClient:
+        """The first time. None waits for ever, for an engine that starts just now.
+
+        Raises:
+            PeerLost: no engine answered in time.
+            ConfigError: its tokenizer can't be read.
+            RequestError: the address is none.
+        """
+        while True:
+            try:
+                self._client = await AsyncClient(self.address, timeout_s=timeout_s or ATTACH_TIMEOUT_S).attach()
+                return self._client
+            except PeerLost:
+                if timeout_s is not None:
+                    raise
+
+    async def client(self) -> AsyncClient:
+        """An attached client. Raises ApiError 503 when there is no engine, after having looked for one."""
+        if self._client is not None and not self._client.is_lost:
+            return self._client
+        if self._attaching is None or self._attaching.done():
+            if self._client is not None:
+                log.warning("the engine at %s is gone; looking for one", self.address)
+            self._attaching = asyncio.create_task(self._attach_again())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await asyncio.shield(self._attaching)
+        except (TimeoutError, PeerLost, ConfigError):
+            raise ApiError(503, "the engine can't be reached", code="engine_unavailable") from None
+
+    async def aclose(self) -> None:
+        """Leave; open requests end."""
+        if self._attaching is not None:
+            self._attaching.cancel()
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _attach_again(self) -> AsyncClient:
+        old, self._client = self._client, None
+        if old is not None:
+            await old.aclose()
+        self._client = await AsyncClient(self.address).attach()
+        log.warning("attached to the engine at %s", self.address)
+        return self._client
