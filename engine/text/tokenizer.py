@@ -14,6 +14,10 @@ from ipc.errors import ConfigError, RequestError
 _BLANK = "▁"
 """How sentencepiece spells a space."""
 
+LONG_TEXT = 4096
+"""Characters. The library keeps Python's global lock while it encodes one text, but not for a list of texts: a megabyte would
+stop every thread of the process for seconds."""
+
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MORE = ("additional_special_tokens", "extra_special_tokens")
 
@@ -60,7 +64,11 @@ class Tokenizer:
             RequestError: the text holds lone surrogates, which no tokenizer knows.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= LONG_TEXT:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            ids: list[int] = encoding.ids
         except (UnicodeError, TypeError):
             raise RequestError("prompt can't be encoded: it is not valid Unicode text", field="prompt") from None
         return ids

@@ -53,13 +53,16 @@ def test_d8_chats_whole_and_streamed(sdk: openai.OpenAI) -> None:
     ))  # fmt: skip
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].usage == whole.usage and all(c.usage is None for c in chunks[:-1])
+    last = chunks[-1].usage
+    assert last is not None and whole.usage is not None
+    assert (last.prompt_tokens, last.total_tokens) == (whole.usage.prompt_tokens, whole.usage.total_tokens)
+    assert all(c.usage is None for c in chunks[:-1])
 
 
 def test_the_sdk_s_own_helpers_understand_the_streams(sdk: openai.OpenAI) -> None:
     with sdk.chat.completions.stream(**FIXED, messages=MESSAGES, max_tokens=8, n=2) as stream:
         kinds = {event.type for event in stream}
-        final = stream.get_final_completion()
+        final = stream.current_completion_snapshot
     assert {"chunk", "content.delta", "content.done"} <= kinds
     assert len(final.choices) == 2 and final.choices[0].finish_reason == "length"
 
