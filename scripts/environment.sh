@@ -63,7 +63,7 @@ for name in ("ipc", "kernels", "engine", "worker", "scripts"):
 PYTHON_END
 }
 
-# install_brigade EXTRAS: installs the clone with EXTRAS ("" or "test"), unless the environment holds just that already.
+# install_brigade EXTRAS: installs the clone with EXTRAS ("test" or others of setup.cfg), unless the environment holds just that already.
 install_brigade() {
     local extras=$1 stamp wanted
     refuse_clash

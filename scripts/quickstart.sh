@@ -13,7 +13,7 @@ MAX_TOKENS=39
 SECONDS_TO_START=120
 
 choose_python
-install_brigade ""
+install_brigade http,ui,structured
 fetch_demo_model
 
 work=$(mktemp -d)

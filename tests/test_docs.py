@@ -28,9 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MARKDOWN = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 MANIFESTS = sorted((DOCS / "deploy").glob("*.yaml"))
-WRITTEN_ELSEWHERE = ("http.md", "python.md")
-"""Pages that other pages lead to already."""
-
 CLIENT_MESSAGES = {tag: cls for tag, cls in MESSAGE_TYPES.items() if "client" in (cls.__doc__ or "").partition(":")[0]}
 
 
@@ -111,8 +108,6 @@ def anchors(page: Path) -> set[str]:
 def test_links_lead_somewhere(page: Path) -> None:
     for file, heading in links(page):
         target = page.parent / file if file else page
-        if file in WRITTEN_ELSEWHERE and not target.exists():
-            continue
         assert target.exists(), f"{page.name}: {file}"
         assert not heading or heading in anchors(target), f"{page.name}: {file}#{heading}"
 

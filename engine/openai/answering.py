@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 
 from engine.aclient import AsyncGeneration
-from engine.openai.errors import ApiError, api_error_of
+from engine.openai.errors import ApiError, Explain
 from engine.openai.gate import Message, Receive, Scope, Send
 from engine.openai.generations import Generations
-from engine.openai.params import Names
 from engine.openai.replies import Reply
 from engine.openai.server_events import DONE, HEADERS
 from ipc.errors import EngineError
@@ -24,13 +23,13 @@ Open = Callable[[], Sequence[AsyncGeneration]]
 class Answering(Response):
     """A response that is made while it is sent. Errors before its first byte are raised, as ApiError."""
 
-    def __init__(self, request_id: str, open_streams: Open, reply: Reply, names: Names, *, is_streamed: bool) -> None:
+    def __init__(self, request_id: str, open_streams: Open, reply: Reply, explain: Explain, *, is_streamed: bool) -> None:
         self.status_code = 200
         self.background = None
         self._request_id = request_id
         self._open_streams = open_streams
         self._reply = reply
-        self._names = names
+        self._explain = explain
         self._is_streamed = is_streamed
         self._has_begun = False
         self._is_complete = False
@@ -57,7 +56,7 @@ class Answering(Response):
             generations = Generations(self._open_streams())
             await (self._stream(generations, send) if self._is_streamed else self._send_whole(generations, send))
         except EngineError as error:
-            await self._fail(api_error_of(error, self._names), send)
+            await self._fail(self._explain(error), send)
         finally:
             if generations is not None:
                 await generations.aclose()

@@ -17,9 +17,10 @@ from engine.metrics_text import render_metrics
 from engine.openai import documents
 from engine.openai.answering import Answering
 from engine.openai.bodies import read_body
-from engine.openai.chat_reply import ChatReply
+from engine.openai.call_forms import CallForm, form_of
+from engine.openai.chat_reply import ChatReply, ToolUse
 from engine.openai.completion_reply import CompletionReply
-from engine.openai.errors import ApiError, api_error_of, refused
+from engine.openai.errors import ApiError, Explain, api_error_of, refused
 from engine.openai.fields import (
     MAX_CHOICES_IN_ALL,
     ChatRequest,
@@ -31,7 +32,6 @@ from engine.openai.fields import (
 from engine.openai.gate import App, Gate
 from engine.openai.link import EngineLink
 from engine.openai.params import (
-    Names,
     chat_params,
     completion_params,
     plain_messages,
@@ -44,6 +44,7 @@ from engine.openai.replies import Head
 from engine.openai.server_events import dumps
 from engine.openai.settings import HttpSettings
 from engine.prompts import Prepared
+from engine.text.chat_template import named_templates
 from ipc.errors import EngineError, PeerLost, RequestError
 
 LONG_BODY_BYTES = 1 << 15
@@ -67,6 +68,7 @@ class Server:
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, thread_name_prefix="short-text")
         self._long = ThreadPoolExecutor(NUM_LONG_THREADS, thread_name_prefix="long-text")
         self._started = int(time.time())
+        self._form_of: tuple[AsyncClient, CallForm] | None = None
         self.api = self._make_api()
         """Its routes alone, for the OpenAPI document."""
 
@@ -103,27 +105,28 @@ class Server:
             prepared = [client.prepare(prompt, params) for prompt in prompts]
             return prepared, [_echoed(client, prompt, params.skip_special_tokens) for prompt in prompts] if body.echo else []
 
-        prepared, echoed = await self._in_thread(prepare, is_long, {})
+        prepared, echoed = await self._in_thread(prepare, is_long, api_error_of)
         has_tokenizer = bool(client.model.tokenizer)
         if params.logprobs is not None and not has_tokenizer:
             raise refused("logprobs", "logprobs needs a tokenizer, and this model has none")
         head = self._head(client, body, "text_completion", request, "cmpl")
         tokenizer = client.tokenizer if has_tokenizer else None
         reply = CompletionReply(head, prepared, params, tokenizer, echoed)
-        return self._answering(request, client, body, prepared, reply, {})
+        return self._answering(request, client, body, prepared, reply, api_error_of)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         body, is_long = await self._parsed(request, ChatRequest)
         client = await self._client(body.model)
-        params, names = chat_params(body)
+        form = self._call_form(client)
+        params, explain = chat_params(body, form)
         tools, choice = tools_of(body), tool_choice_of(body)
         messages = plain_messages(body.messages)
         variables = template_variables(tools, choice, body.chat_template_kwargs, body.add_generation_prompt)
-        prepared = await self._in_thread(lambda: client.prepare_chat(messages, params, **variables), is_long, names)
+        prepared = await self._in_thread(lambda: client.prepare_chat(messages, params, **variables), is_long, explain)
         head = self._head(client, body, "chat.completion", request, "chatcmpl")
-        reply = ChatReply(head, prepared, params.n, tools, choice, has_logprobs=bool(body.logprobs))
-        return self._answering(request, client, body, [prepared], reply, names)
+        reply = ChatReply(head, prepared, params.n, ToolUse(tools, choice, form), has_logprobs=bool(body.logprobs))
+        return self._answering(request, client, body, [prepared], reply, explain)
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of a conversation."""
@@ -140,7 +143,8 @@ class Server:
                 return client.prepare_chat(messages, **variables).token_ids
             return client.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
-        tokens = await self._in_thread(work, is_long, {"prompt": "prompt" if body.messages is None else "messages"})
+        names = {"prompt": "prompt" if body.messages is None else "messages"}
+        tokens = await self._in_thread(work, is_long, lambda error: api_error_of(error, names))
         return _json({"count": len(tokens), "max_model_len": client.model.max_model_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
@@ -148,7 +152,7 @@ class Server:
         body, is_long = await self._parsed(request, DetokenizeRequest)
         client = await self._client(body.model)
         skips = body.skip_special_tokens is True
-        text = await self._in_thread(lambda: client.detokenize(body.tokens, skip_special_tokens=skips), is_long, {})
+        text = await self._in_thread(lambda: client.detokenize(body.tokens, skip_special_tokens=skips), is_long, api_error_of)
         return _json({"prompt": text})
 
     async def models(self) -> Response:
@@ -198,12 +202,12 @@ class Server:
             return parse_body(raw, model), False
         return await asyncio.get_running_loop().run_in_executor(self._long, parse_body, raw, model), True
 
-    async def _in_thread(self, work: Callable[[], Made], is_long: bool, names: Names) -> Made:
+    async def _in_thread(self, work: Callable[[], Made], is_long: bool, explain: Explain) -> Made:
         pool = self._long if is_long else self._short
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         except RequestError as error:
-            raise api_error_of(error, names) from None
+            raise explain(error) from None
 
     async def _client(self, model: str | None) -> AsyncClient:
         """Raises ApiError 404 for a model that isn't served."""
@@ -214,6 +218,12 @@ class Server:
                 404, f"model={model!r:.120} is not served here; {' or '.join(names)} is", param="model", code="model_not_found"
             )
         return client
+
+    def _call_form(self, client: AsyncClient) -> CallForm:
+        if self._form_of is None or self._form_of[0] is not client:
+            template = named_templates(client.model.tokenizer_config).get("tool_use", client.model.chat_template)
+            self._form_of = client, form_of(template, client.tokenizer if client.model.tokenizer else None)
+        return self._form_of[1]
 
     def _names(self, client: AsyncClient) -> tuple[str, ...]:
         return (*self._settings.served_model_names, client.model.name)
@@ -229,7 +239,7 @@ class Server:
         )
 
     def _answering(
-        self, request: Request, client: AsyncClient, body: SamplingFields, prepared: list[Prepared], reply: Any, names: Names
+        self, request: Request, client: AsyncClient, body: SamplingFields, prepared: list[Prepared], reply: Any, explain: Explain
     ) -> Answering:
         request_id = request.state.request_id
         number = next(self._numbers)
@@ -241,7 +251,7 @@ class Server:
                 for index, one in enumerate(prepared)
             ]
 
-        return Answering(request_id, open_streams, reply, names, is_streamed=bool(body.stream))
+        return Answering(request_id, open_streams, reply, explain, is_streamed=bool(body.stream))
 
     def _card(self, client: AsyncClient, name: str) -> dict[str, Any]:
         return {

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.openai.errors import api_error_of, refused
+from engine.openai.call_forms import CallForm
+from engine.openai.errors import ApiError, Explain, api_error_of, refused
 from engine.openai.fields import (
     DEFAULT_COMPLETION_TOKENS,
     SAMPLING_NAMES,
@@ -18,8 +19,8 @@ from engine.openai.fields import (
     TokenizeRequest,
     ToolField,
 )
-from engine.openai.tool_calls import Tool, ToolChoice, tool_grammar
-from ipc.errors import RequestError
+from engine.openai.tool_calls import Tool, ToolChoice, blamed_on_tools, tool_grammar
+from ipc.errors import EngineError, RequestError
 from ipc.params import MAX_TOKEN_ID, SamplingParams
 from ipc.structured import StructuredOutput
 
@@ -42,8 +43,8 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     return _made(values, {})
 
 
-def chat_params(body: ChatRequest) -> tuple[SamplingParams, Names]:
-    """The same for a chat, with names for later errors."""
+def chat_params(body: ChatRequest, form: CallForm) -> tuple[SamplingParams, Explain]:
+    """The same for a chat with a model that writes calls in this form; and what explains later errors."""
     _check_stream_options(body)
     names: Names = {"prompt": "messages", "prompt_token_ids": "messages"}
     values = _common(body)
@@ -54,13 +55,19 @@ def chat_params(body: ChatRequest) -> tuple[SamplingParams, Names]:
         raise refused("top_logprobs", f"top_logprobs={body.top_logprobs} needs logprobs=true")
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    if body.parallel_tool_calls is False and body.tools and tool_choice_of(body) in ("auto", "required"):
-        raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported; name the tool in tool_choice for one call")
-    form, field = _form(body)
-    if form is not None:
-        values["structured"] = form
+    wanted, field = _wanted_form(body, form)
+    if wanted is not None:
+        values["structured"] = wanted
         names["structured"] = field
-    return _made(values, names), names
+    if field == "tools" and form.shows_special_tokens:
+        values["skip_special_tokens"] = False
+
+    def explain(error: EngineError) -> ApiError:
+        if field == "tools" and isinstance(error, RequestError) and isinstance(wanted, StructuredOutput):
+            error = blamed_on_tools(error, wanted)
+        return api_error_of(error, names)
+
+    return _made(values, names), explain
 
 
 def tools_of(body: ChatRequest | TokenizeRequest) -> list[Tool]:
@@ -140,7 +147,7 @@ def _plain_tool(tool: ToolField) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _form(body: ChatRequest) -> tuple[StructuredOutput | dict[str, Any] | None, str]:
+def _wanted_form(body: ChatRequest, form: CallForm) -> tuple[StructuredOutput | dict[str, Any] | None, str]:
     """What constrains the answer, and the field that says so."""
     found: list[tuple[StructuredOutput | dict[str, Any], str]] = []
     wanted = body.response_format
@@ -152,7 +159,7 @@ def _form(body: ChatRequest) -> tuple[StructuredOutput | dict[str, Any] | None, 
     if body.structured_outputs is not None:
         found.append((body.structured_outputs.model_dump(exclude_none=True), "structured_outputs"))
     try:
-        called = tool_grammar(tools_of(body), tool_choice_of(body))
+        called = tool_grammar(tools_of(body), tool_choice_of(body), form=form, is_parallel=body.parallel_tool_calls is not False)
     except RequestError as error:
         raise api_error_of(error) from None
     if called is not None:

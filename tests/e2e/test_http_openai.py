@@ -77,6 +77,47 @@ def test_a_schema(sdk: openai.OpenAI) -> None:
     assert 0 <= json.loads(made.choices[0].message.content or "")["n"] <= 9
 
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {
+        "name": "pick", "description": "Picks one.",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]},
+    }},
+    {"type": "function", "function": {"name": "stop"}},
+]  # fmt: skip
+
+
+def test_a_tool_that_is_named_is_called(sdk: openai.OpenAI) -> None:
+    choice: Any = {"type": "function", "function": {"name": "pick"}}
+    asked: dict[str, Any] = {"model": "fx-r", "seed": 3, "messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": choice}
+    whole = sdk.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None and whole.message.tool_calls is not None
+    [call] = whole.message.tool_calls
+    assert call.type == "function" and call.function.name == "pick" and 0 <= json.loads(call.function.arguments)["n"] <= 9
+    pieces = [c.choices[0].delta.tool_calls for c in sdk.chat.completions.create(**asked, stream=True)]
+    calls = [piece for told in pieces for piece in told or ()]
+    assert calls[0].function.name == "pick" and calls[0].id
+    assert "".join(piece.function.arguments or "" for piece in calls) == call.function.arguments
+
+
+def test_some_tool_is_called_where_that_is_required(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(
+        model="fx-r", seed=4, messages=MESSAGES, max_tokens=120, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
+    [call] = whole.message.tool_calls
+    assert call.type == "function" and call.function.name in ("pick", "stop")
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_tools_that_can_not_be_called_are_refused_with_their_place(sdk: openai.OpenAI) -> None:
+    wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"pattern": "["}}}}}]
+    with pytest.raises(openai.BadRequestError, match="tools can't be enforced"):
+        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=wrong, tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="is not one of the tools"):
+        absent: Any = {"type": "function", "function": {"name": "g"}}
+        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=TOOLS, tool_choice=absent)
+
+
 def test_fields_of_ours_go_through_extra_body(sdk: openai.OpenAI) -> None:
     made = sdk.completions.create(
         model="fx-r", prompt=[5, 6, 7], max_tokens=4,

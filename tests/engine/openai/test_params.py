@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from engine.openai.call_forms import TAGGED
 from engine.openai.errors import ApiError
 from engine.openai.fields import ChatRequest, CompletionRequest, DetokenizeRequest, SamplingFields
 from engine.openai.params import chat_params, completion_params, plain_messages, template_variables, tool_choice_of
 from engine.openai.parse import parse_body, prompts_of
+from ipc.errors import RequestError
 from ipc.params import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -29,7 +31,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def asked(kind: str, **fields: Any) -> SamplingParams:
-    return completion_params(completion(**fields)) if kind == "completion" else chat_params(chat(**fields))[0]
+    return completion_params(completion(**fields)) if kind == "completion" else chat_params(chat(**fields), TAGGED)[0]
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -145,9 +147,9 @@ def test_what_the_engine_knows_reaches_it() -> None:
 def test_forms_of_answers() -> None:
     schema = {"type": "object"}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
-    params, names = chat_params(chat(response_format=form))
+    params, explain = chat_params(chat(response_format=form), TAGGED)
     assert params.structured is not None and json.loads(params.structured.json_schema or "") == schema
-    assert names["structured"] == "response_format"
+    assert explain(RequestError("structured can't be compiled", field="structured")).param == "response_format"
     assert asked("chat", response_format={"type": "json_object"}).structured == asked(
         "completion", structured_outputs={"json_object": True}).structured
     with pytest.raises(ApiError, match="response_format and structured_outputs both"):
