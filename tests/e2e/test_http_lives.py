@@ -79,16 +79,16 @@ def test_p2_the_server_ends_with_its_parents_however_they_die(checkpoints: Check
 
 
 def test_sigterm_lets_open_requests_finish_and_takes_no_more(checkpoints: Checkpoints) -> None:
-    engine = start(checkpoints.fx_r, pp=1, flags=("--http", "127.0.0.1:0"))
+    engine = start(checkpoints.fx_r, pp=1, flags=("--http", "127.0.0.1:0", "--drain-timeout", "100"))
     try:
         engine.wait_ready()
         url = url_of(engine)
         with ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 200}, timeout=60)
-            streamed = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 200, "stream": True}, timeout=60)
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 60}, timeout=60)
+            streamed = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 60, "stream": True}, timeout=60)
             engine.raw.wait_for_stats(lambda s: s["requests_running"] == 2, 20)
             engine.launchers[0].send_signal(signal.SIGTERM)
-            assert whole.result().json()["usage"]["completion_tokens"] == 200
+            assert whole.result().json()["usage"]["completion_tokens"] == 60
             assert streamed.result().text.endswith("data: [DONE]\n\n")
         engine.stop()
         with pytest.raises(httpx.TransportError):
