@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 
 from engine.aclient import AsyncGeneration
-from engine.openai.errors import ApiError, Explain
+from engine.openai.errors import ApiError, api_error_of
 from engine.openai.gate import Message, Receive, Scope, Send
 from engine.openai.generations import Generations
+from engine.openai.params import Names
 from engine.openai.replies import Reply
 from engine.openai.server_events import DONE, HEADERS
-from ipc.errors import EngineError
+from engine.openai.tool_calls import blamed_on_tools
+from ipc.errors import EngineError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +25,13 @@ Open = Callable[[], Sequence[AsyncGeneration]]
 class Answering(Response):
     """A response that is made while it is sent. Errors before its first byte are raised, as ApiError."""
 
-    def __init__(self, request_id: str, open_streams: Open, reply: Reply, explain: Explain, *, is_streamed: bool) -> None:
+    def __init__(self, request_id: str, open_streams: Open, reply: Reply, names: Names, *, is_streamed: bool) -> None:
         self.status_code = 200
         self.background = None
         self._request_id = request_id
         self._open_streams = open_streams
         self._reply = reply
-        self._explain = explain
+        self._names = names
         self._is_streamed = is_streamed
         self._has_begun = False
         self._is_complete = False
@@ -56,7 +58,7 @@ class Answering(Response):
             generations = Generations(self._open_streams())
             await (self._stream(generations, send) if self._is_streamed else self._send_whole(generations, send))
         except EngineError as error:
-            await self._fail(self._explain(error), send)
+            await self._fail(self._explained(error), send)
         finally:
             if generations is not None:
                 await generations.aclose()
@@ -81,6 +83,12 @@ class Answering(Response):
                 await send(_part(events, more=True))
         self._is_complete = True
         await send(_part(self._reply.last_events(), more=False))
+
+    def _explained(self, error: EngineError) -> ApiError:
+        form = self._reply.params.structured
+        if form is not None and self._names.get("structured") == "tools" and isinstance(error, RequestError):
+            return api_error_of(blamed_on_tools(error, form), self._names)
+        return api_error_of(error, self._names)
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         if error.status >= 500:

@@ -17,10 +17,10 @@ from engine.metrics_text import render_metrics
 from engine.openai import documents
 from engine.openai.answering import Answering
 from engine.openai.bodies import read_body
-from engine.openai.call_forms import CallForm, form_of
-from engine.openai.chat_reply import ChatReply, ToolUse
+from engine.openai.call_forms import TAGGED, CallForm, form_of
+from engine.openai.chat_reply import ChatReply
 from engine.openai.completion_reply import CompletionReply
-from engine.openai.errors import ApiError, Explain, api_error_of, refused
+from engine.openai.errors import ApiError, api_error_of, refused
 from engine.openai.fields import (
     MAX_CHOICES_IN_ALL,
     ChatRequest,
@@ -32,6 +32,7 @@ from engine.openai.fields import (
 from engine.openai.gate import App, Gate
 from engine.openai.link import EngineLink
 from engine.openai.params import (
+    Names,
     chat_params,
     completion_params,
     plain_messages,
@@ -68,7 +69,7 @@ class Server:
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, thread_name_prefix="short-text")
         self._long = ThreadPoolExecutor(NUM_LONG_THREADS, thread_name_prefix="long-text")
         self._started = int(time.time())
-        self._form_of: tuple[AsyncClient, CallForm] | None = None
+        self._known_form: tuple[AsyncClient, CallForm] | None = None
         self.api = self._make_api()
         """Its routes alone, for the OpenAPI document."""
 
@@ -105,28 +106,28 @@ class Server:
             prepared = [client.prepare(prompt, params) for prompt in prompts]
             return prepared, [_echoed(client, prompt, params.skip_special_tokens) for prompt in prompts] if body.echo else []
 
-        prepared, echoed = await self._in_thread(prepare, is_long, api_error_of)
+        prepared, echoed = await self._in_thread(prepare, is_long, {})
         has_tokenizer = bool(client.model.tokenizer)
         if params.logprobs is not None and not has_tokenizer:
             raise refused("logprobs", "logprobs needs a tokenizer, and this model has none")
         head = self._head(client, body, "text_completion", request, "cmpl")
         tokenizer = client.tokenizer if has_tokenizer else None
         reply = CompletionReply(head, prepared, params, tokenizer, echoed)
-        return self._answering(request, client, body, prepared, reply, api_error_of)
+        return self._answering(request, client, body, prepared, reply, {})
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         body, is_long = await self._parsed(request, ChatRequest)
         client = await self._client(body.model)
-        form = self._call_form(client)
-        params, explain = chat_params(body, form)
+        form = await self._call_form(client) if body.tools else TAGGED
+        params, names = chat_params(body, form)
         tools, choice = tools_of(body), tool_choice_of(body)
         messages = plain_messages(body.messages)
         variables = template_variables(tools, choice, body.chat_template_kwargs, body.add_generation_prompt)
-        prepared = await self._in_thread(lambda: client.prepare_chat(messages, params, **variables), is_long, explain)
+        prepared = await self._in_thread(lambda: client.prepare_chat(messages, params, **variables), is_long, names)
         head = self._head(client, body, "chat.completion", request, "chatcmpl")
-        reply = ChatReply(head, prepared, params.n, ToolUse(tools, choice, form), has_logprobs=bool(body.logprobs))
-        return self._answering(request, client, body, [prepared], reply, explain)
+        reply = ChatReply(head, prepared, params.n, tools, choice, has_logprobs=bool(body.logprobs), call_form=form)
+        return self._answering(request, client, body, [prepared], reply, names)
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of a conversation."""
@@ -143,8 +144,7 @@ class Server:
                 return client.prepare_chat(messages, **variables).token_ids
             return client.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
-        names = {"prompt": "prompt" if body.messages is None else "messages"}
-        tokens = await self._in_thread(work, is_long, lambda error: api_error_of(error, names))
+        tokens = await self._in_thread(work, is_long, {"prompt": "prompt" if body.messages is None else "messages"})
         return _json({"count": len(tokens), "max_model_len": client.model.max_model_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
@@ -152,7 +152,7 @@ class Server:
         body, is_long = await self._parsed(request, DetokenizeRequest)
         client = await self._client(body.model)
         skips = body.skip_special_tokens is True
-        text = await self._in_thread(lambda: client.detokenize(body.tokens, skip_special_tokens=skips), is_long, api_error_of)
+        text = await self._in_thread(lambda: client.detokenize(body.tokens, skip_special_tokens=skips), is_long, {})
         return _json({"prompt": text})
 
     async def models(self) -> Response:
@@ -202,12 +202,12 @@ class Server:
             return parse_body(raw, model), False
         return await asyncio.get_running_loop().run_in_executor(self._long, parse_body, raw, model), True
 
-    async def _in_thread(self, work: Callable[[], Made], is_long: bool, explain: Explain) -> Made:
+    async def _in_thread(self, work: Callable[[], Made], is_long: bool, names: Names) -> Made:
         pool = self._long if is_long else self._short
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         except RequestError as error:
-            raise explain(error) from None
+            raise api_error_of(error, names) from None
 
     async def _client(self, model: str | None) -> AsyncClient:
         """Raises ApiError 404 for a model that isn't served."""
@@ -219,11 +219,14 @@ class Server:
             )
         return client
 
-    def _call_form(self, client: AsyncClient) -> CallForm:
-        if self._form_of is None or self._form_of[0] is not client:
+    async def _call_form(self, client: AsyncClient) -> CallForm:
+        """How the model calls tools; the same as long as the engine is."""
+        if self._known_form is None or self._known_form[0] is not client:
             template = named_templates(client.model.tokenizer_config).get("tool_use", client.model.chat_template)
-            self._form_of = client, form_of(template, client.tokenizer if client.model.tokenizer else None)
-        return self._form_of[1]
+            tokenizer = client.tokenizer if client.model.tokenizer else None
+            form = await self._in_thread(lambda: form_of(template, tokenizer), False, {})
+            self._known_form = client, form
+        return self._known_form[1]
 
     def _names(self, client: AsyncClient) -> tuple[str, ...]:
         return (*self._settings.served_model_names, client.model.name)
@@ -239,7 +242,7 @@ class Server:
         )
 
     def _answering(
-        self, request: Request, client: AsyncClient, body: SamplingFields, prepared: list[Prepared], reply: Any, explain: Explain
+        self, request: Request, client: AsyncClient, body: SamplingFields, prepared: list[Prepared], reply: Any, names: Names
     ) -> Answering:
         request_id = request.state.request_id
         number = next(self._numbers)
@@ -251,7 +254,7 @@ class Server:
                 for index, one in enumerate(prepared)
             ]
 
-        return Answering(request_id, open_streams, reply, explain, is_streamed=bool(body.stream))
+        return Answering(request_id, open_streams, reply, names, is_streamed=bool(body.stream))
 
     def _card(self, client: AsyncClient, name: str) -> dict[str, Any]:
         return {

@@ -1,9 +1,9 @@
 """The answer of /v1/chat/completions, whole or as events."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from engine.openai.call_forms import CallForm
+from engine.openai.call_forms import TAGGED, CallForm
 from engine.openai.logprobs import chat_entries
 from engine.openai.replies import Choice, Head, Reply
 from engine.openai.server_events import EventForm
@@ -12,26 +12,19 @@ from engine.outputs import Output
 from engine.prompts import Prepared
 
 
-class ToolUse(NamedTuple):
-    """What a request says of tools, and how its model writes calls."""
-
-    tools: Sequence[Tool]
-    choice: ToolChoice
-    form: CallForm
-
-
 class ChatReply(Reply):
     """Choices with a message; where there are tools, calls are parted from what the user reads."""
 
     def __init__(
-        self, head: Head, prompt: Prepared, num_choices: int, tool_use: ToolUse, *, has_logprobs: bool
-    ) -> None:
+        self, head: Head, prompt: Prepared, num_choices: int, tools: Sequence[Tool], tool_choice: ToolChoice, *,
+        has_logprobs: bool, call_form: CallForm = TAGGED,
+    ) -> None:  # fmt: skip
         super().__init__(head, [prompt], num_choices)
         self._has_logprobs = has_logprobs
-        self._has_tools = bool(tool_use.tools) and tool_use.choice != "none"
+        self._has_tools = bool(tools) and tool_choice != "none"
         self._is_plain = not (has_logprobs or head.returns_token_ids or self._has_tools)
         for choice in self._choices if self._has_tools else ():
-            choice.parser = ToolCallParser(tool_use.tools, tool_use.choice, form=tool_use.form)
+            choice.parser = ToolCallParser(tools, tool_choice, form=call_form)
 
     @property
     def _chunk_kind(self) -> str:

@@ -1,7 +1,6 @@
 """What an error looks like to an HTTP client: its status, and the body that the openai package reads."""
 
 import json
-from collections.abc import Callable
 
 from ipc.errors import EngineError, PeerLost, RequestError
 
@@ -56,10 +55,6 @@ _CODES = {"bad_request": "invalid_value", "overloaded": "rate_limit_exceeded", "
 def refused(param: str, message: str) -> ApiError:
     """The client's mistake in one field."""
     return ApiError(400, message, param=param, code="invalid_value")
-
-
-Explain = Callable[[EngineError], ApiError]
-"""What the engine refused, in terms of one request's body."""
 
 
 def api_error_of(error: EngineError, names: dict[str, str] | None = None) -> ApiError:

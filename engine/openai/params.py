@@ -1,11 +1,10 @@
 """From the fields of a body to the engine's sampling parameters, prompts and messages."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.openai.call_forms import CallForm
-from engine.openai.errors import ApiError, Explain, api_error_of, refused
+from engine.openai.call_forms import TAGGED, CallForm
+from engine.openai.errors import api_error_of, refused
 from engine.openai.fields import (
     DEFAULT_COMPLETION_TOKENS,
     SAMPLING_NAMES,
@@ -19,8 +18,8 @@ from engine.openai.fields import (
     TokenizeRequest,
     ToolField,
 )
-from engine.openai.tool_calls import Tool, ToolChoice, blamed_on_tools, tool_grammar
-from ipc.errors import EngineError, RequestError
+from engine.openai.tool_calls import Tool, ToolChoice, tool_grammar, with_parsed_arguments
+from ipc.errors import RequestError
 from ipc.params import MAX_TOKEN_ID, SamplingParams
 from ipc.structured import StructuredOutput
 
@@ -43,8 +42,8 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     return _made(values, {})
 
 
-def chat_params(body: ChatRequest, form: CallForm) -> tuple[SamplingParams, Explain]:
-    """The same for a chat with a model that writes calls in this form; and what explains later errors."""
+def chat_params(body: ChatRequest, call_form: CallForm = TAGGED) -> tuple[SamplingParams, Names]:
+    """The same for a chat, with names for later errors. ``call_form`` is how the model calls tools."""
     _check_stream_options(body)
     names: Names = {"prompt": "messages", "prompt_token_ids": "messages"}
     values = _common(body)
@@ -55,19 +54,13 @@ def chat_params(body: ChatRequest, form: CallForm) -> tuple[SamplingParams, Expl
         raise refused("top_logprobs", f"top_logprobs={body.top_logprobs} needs logprobs=true")
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    wanted, field = _wanted_form(body, form)
-    if wanted is not None:
-        values["structured"] = wanted
+    form, field = _form(body, call_form)
+    if form is not None:
+        values["structured"] = form
         names["structured"] = field
-    if field == "tools" and form.shows_special_tokens:
-        values["skip_special_tokens"] = False
-
-    def explain(error: EngineError) -> ApiError:
-        if field == "tools" and isinstance(error, RequestError) and isinstance(wanted, StructuredOutput):
-            error = blamed_on_tools(error, wanted)
-        return api_error_of(error, names)
-
-    return _made(values, names), explain
+    if field == "tools" and call_form.shows_special_tokens and not isinstance(body.tool_choice, NamedTool):
+        values["skip_special_tokens"] = False  # calls begin with one
+    return _made(values, names), names
 
 
 def tools_of(body: ChatRequest | TokenizeRequest) -> list[Tool]:
@@ -97,47 +90,36 @@ def template_variables(
     return variables
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """As chat templates know them: text instead of parts, and the arguments of calls as maps. Raises ApiError."""
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates take them: with the arguments of earlier calls as maps. Raises ApiError for what is no text."""
+    try:
+        return with_parsed_arguments([_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
+    except RequestError as error:
+        raise api_error_of(error) from None
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
     plain = {"role": message.role, "content": message.content, **(message.model_extra or {})}
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(message.content))
+    for index, part in enumerate(message.content if isinstance(message.content, list) else []):
+        _check_part(part, f"{where}.content[{index}]")
     calls = plain.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        if plain["content"] is None:
-            plain["content"] = ""
-    elif plain["content"] is None and "tool_calls" not in plain:
-        raise refused(f"{where}.content", f"{where}.content is missing")
+    for index, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise refused(f"{where}.tool_calls[{index}]", f"{where}.tool_calls[{index}] must have a function with a name")
+    if plain["content"] is None:
+        if not calls:
+            raise refused(f"{where}.content", f"{where}.content is missing")
+        plain["content"] = ""  # templates join it to other text
     return plain
 
 
-def _text_of(part: dict[str, Any], where: str) -> str:
+def _check_part(part: dict[str, Any], where: str) -> None:
     if part.get("type") != "text":
         kind = part.get("type")
         raise refused(where, f"{where}.type={kind!r:.80} is not supported: only parts of type \"text\" are")
     if not isinstance(part.get("text"), str):
         raise refused(where, f"{where}.text={part.get('text')!r:.80} must be a text")
-    return str(part["text"])
-
-
-def _plain_call(call: Any, where: str) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(where, f"{where} must have a function with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise refused(where, f"{where}.function.arguments is not JSON") from None
-        if not isinstance(arguments, dict):
-            raise refused(where, f"{where}.function.arguments must be a JSON object")
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _plain_tool(tool: ToolField) -> Tool:
@@ -147,7 +129,7 @@ def _plain_tool(tool: ToolField) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _wanted_form(body: ChatRequest, form: CallForm) -> tuple[StructuredOutput | dict[str, Any] | None, str]:
+def _form(body: ChatRequest, call_form: CallForm) -> tuple[StructuredOutput | dict[str, Any] | None, str]:
     """What constrains the answer, and the field that says so."""
     found: list[tuple[StructuredOutput | dict[str, Any], str]] = []
     wanted = body.response_format
@@ -159,7 +141,8 @@ def _wanted_form(body: ChatRequest, form: CallForm) -> tuple[StructuredOutput | 
     if body.structured_outputs is not None:
         found.append((body.structured_outputs.model_dump(exclude_none=True), "structured_outputs"))
     try:
-        called = tool_grammar(tools_of(body), tool_choice_of(body), form=form, is_parallel=body.parallel_tool_calls is not False)
+        is_parallel = body.parallel_tool_calls is not False
+        called = tool_grammar(tools_of(body), tool_choice_of(body), form=call_form, is_parallel=is_parallel)
     except RequestError as error:
         raise api_error_of(error) from None
     if called is not None:

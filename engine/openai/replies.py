@@ -56,6 +56,8 @@ class Reply(ABC):
         """``num_choices`` for each prompt; choices are numbered prompt by prompt."""
         self._head = head
         self._prompts = prompts
+        self.params = prompts[0].params
+        """What all prompts were sent with."""
         self._num_choices = num_choices
         self._choices = [
             Choice(index, index // num_choices, self._text_event(index)) for index in range(len(prompts) * num_choices)

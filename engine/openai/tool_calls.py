@@ -106,6 +106,15 @@ def tool_grammar(
     return StructuredOutput(grammar=_small(grammar))
 
 
+def with_parsed_arguments(messages: Sequence[Any]) -> list[Any]:
+    """Messages as templates want them: the arguments of earlier calls as maps, where OpenAI's clients send JSON text.
+
+    Raises:
+        RequestError: arguments that are not a JSON object, with their place.
+    """
+    return [_with_maps(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
 def blamed_on_tools(error: RequestError, constraint: StructuredOutput) -> RequestError:
     """The engine's refusal of what ``tool_grammar`` made, in terms of what the client sent; other errors as they are."""
     if error.code != "bad_request" or error.field != f"structured.{constraint.kind}":
@@ -187,6 +196,31 @@ def _small(text: str) -> str:
     if size > MAX_GRAMMAR_BYTES:
         raise _refused("tools", f"make a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed: offer fewer at once")
     return text
+
+
+def _with_maps(message: Any, where: str) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, (list, tuple)):
+        return message
+    parsed = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            found = _parsed_object(arguments, f"{where}.tool_calls[{index}].function.arguments")
+            call = {**call, "function": {**function, "arguments": found}}  # type: ignore[dict-item]
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _parsed_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where}={_shown(text)} is not JSON: {error}", field="messages") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{where}={_shown(text)} must be a JSON object", field="messages")
+    return found
 
 
 def _refused(where: str, rule: str) -> RequestError:

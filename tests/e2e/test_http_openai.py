@@ -77,47 +77,6 @@ def test_a_schema(sdk: openai.OpenAI) -> None:
     assert 0 <= json.loads(made.choices[0].message.content or "")["n"] <= 9
 
 
-TOOLS: list[Any] = [
-    {"type": "function", "function": {
-        "name": "pick", "description": "Picks one.",
-        "parameters": {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]},
-    }},
-    {"type": "function", "function": {"name": "stop"}},
-]  # fmt: skip
-
-
-def test_a_tool_that_is_named_is_called(sdk: openai.OpenAI) -> None:
-    choice: Any = {"type": "function", "function": {"name": "pick"}}
-    asked: dict[str, Any] = {"model": "fx-r", "seed": 3, "messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": choice}
-    whole = sdk.chat.completions.create(**asked).choices[0]
-    assert whole.finish_reason == "tool_calls" and whole.message.content is None and whole.message.tool_calls is not None
-    [call] = whole.message.tool_calls
-    assert call.type == "function" and call.function.name == "pick" and 0 <= json.loads(call.function.arguments)["n"] <= 9
-    pieces = [c.choices[0].delta.tool_calls for c in sdk.chat.completions.create(**asked, stream=True)]
-    calls = [piece for told in pieces for piece in told or ()]
-    assert calls[0].function.name == "pick" and calls[0].id
-    assert "".join(piece.function.arguments or "" for piece in calls) == call.function.arguments
-
-
-def test_some_tool_is_called_where_that_is_required(sdk: openai.OpenAI) -> None:
-    whole = sdk.chat.completions.create(
-        model="fx-r", seed=4, messages=MESSAGES, max_tokens=120, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
-    ).choices[0]
-    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
-    [call] = whole.message.tool_calls
-    assert call.type == "function" and call.function.name in ("pick", "stop")
-    assert isinstance(json.loads(call.function.arguments), dict)
-
-
-def test_tools_that_can_not_be_called_are_refused_with_their_place(sdk: openai.OpenAI) -> None:
-    wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"pattern": "["}}}}}]
-    with pytest.raises(openai.BadRequestError, match="tools can't be enforced"):
-        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=wrong, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="is not one of the tools"):
-        absent: Any = {"type": "function", "function": {"name": "g"}}
-        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=TOOLS, tool_choice=absent)
-
-
 def test_fields_of_ours_go_through_extra_body(sdk: openai.OpenAI) -> None:
     made = sdk.completions.create(
         model="fx-r", prompt=[5, 6, 7], max_tokens=4,
@@ -154,3 +113,35 @@ def test_a4_errors_have_real_numbers(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.completions.create(model="fx-r", prompt="x", best_of=3)
     assert caught.value.param == "best_of"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tools(sdk: openai.OpenAI, choice: Any) -> None:
+    schema = {
+        "type": "object", "properties": {"city": {"enum": ["Rom", "Köln"]}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+        "required": ["city", "days"], "additionalProperties": False,
+    }  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    asked: Any = {"model": "fx-r", "seed": 4, "messages": MESSAGES, "max_tokens": 200, "tools": tools, "tool_choice": choice}
+    whole = sdk.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None and len(whole.message.tool_calls) == 1
+    call = whole.message.tool_calls[0]
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and arguments["city"] in ("Rom", "Köln") and 1 <= arguments["days"] <= 3
+    pieces = [
+        piece for chunk in sdk.chat.completions.create(**asked, parallel_tool_calls=False, stream=True) for piece in chunk.choices[0].delta.tool_calls or []
+    ]  # fmt: skip
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    again = [*MESSAGES, whole.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert sdk.chat.completions.create(model="fx-r", messages=again, max_tokens=3).choices[0].finish_reason == "length"
+
+
+def test_tools_that_can_not_be_called_are_refused(sdk: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"pattern": "["}}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(openai.BadRequestError, match="tools can't be enforced"):
+        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=tools, tool_choice="required")
+    absent: Any = {"type": "function", "function": {"name": "g"}}
+    with pytest.raises(openai.BadRequestError, match="is not one of the tools") as caught:
+        sdk.chat.completions.create(model="fx-r", messages=MESSAGES, tools=tools, tool_choice=absent)
+    assert caught.value.param == "tool_choice.function.name"

@@ -20,6 +20,7 @@ from engine.openai.tool_calls import (
     blamed_on_tools,
     check_tools,
     tool_grammar,
+    with_parsed_arguments,
 )
 from engine.text.tokenizer import Tokenizer
 from ipc.errors import RequestError
@@ -242,6 +243,21 @@ def test_tools_that_are_no_json_or_too_large_are_refused() -> None:
     large = [tool(f"f{i}", {"properties": {"a": {"enum": ["x" * 1000]}}}) for i in range(80)]
     with pytest.raises(RequestError, match=f"tools make a grammar of .* at most {MAX_GRAMMAR_BYTES}"):
         tool_grammar(large, "auto")
+
+
+def test_arguments_of_earlier_calls_become_maps() -> None:
+    def message(arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+    user = {"role": "user", "content": "hi"}
+    given_text, given_map = message('{"x": [1]}'), message({"x": [1]})
+    assert with_parsed_arguments([user, given_text, given_map, message("")]) == [user, given_map, given_map, message({})]
+    assert given_text == message('{"x": [1]}')
+    assert with_parsed_arguments([{"tool_calls": "x"}, {"tool_calls": [3, {"function": 3}]}, 5])[2] == 5
+    for wrong, words in (("{", "is not JSON"), ("[1]", "must be a JSON object"), ("[" * 100_000, "is not JSON")):
+        with pytest.raises(RequestError, match=words) as caught:
+            with_parsed_arguments([user, message(wrong)])
+        assert caught.value.field == "messages" and caught.value.reason.startswith("messages[1].tool_calls[0].function.arguments=")
 
 
 # ------------------------------------------------------------------------------------------------- which form it is
