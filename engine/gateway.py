@@ -39,7 +39,7 @@ FROM_CLIENT = (AddRequest, AbortRequest, Attach, Control)
 
 _IN_USE = "is in use; choose another address, or give none and take the one in the ready line"
 
-REFUSAL_CODES = ("bad_request", "duplicate", "unavailable", "internal")
+REFUSAL_CODES = ("bad_request", "duplicate", "overloaded", "unavailable", "internal")
 """With which a message may be turned away."""
 
 HEARTBEAT_MS = 5_000

@@ -158,36 +158,36 @@ def _is_connection_lost(error: Exception) -> bool:
 
 
 def _explained(name: HubName, error: Exception) -> str:
-    hub = constants.ENDPOINT
+    address = constants.ENDPOINT
     match error:
         case GatedRepoError():
             return (
-                f"{name} is gated: accept its terms at {hub}/{name.repo}, and set HF_TOKEN to a token of that account "
+                f"{name} is gated: accept its terms at {address}/{name.repo}, and set HF_TOKEN to a token of that account "
                 "(or log in with `hf auth login`)"
             )
         case RepositoryNotFoundError():
             return (
-                f"{str(name)!r} does not exist here, and {hub} has no model {name.repo!r} that you may see; check the "
+                f"{str(name)!r} does not exist here, and {address} has no model {name.repo!r} that you may see; check the "
                 "spelling, or set HF_TOKEN if it is private"
             )
         case RevisionNotFoundError():
-            return f"{name.repo} has no revision {name.revision!r} on {hub}"
+            return f"{name.repo} has no revision {name.revision!r} on {address}"
         case EntryNotFoundError() if not isinstance(error, LocalEntryNotFoundError):
-            return f"{name}: a file that the repository lists is missing on {hub}: {_line(error)}"
+            return f"{name}: a file that the repository lists is missing on {address}: {_line(error)}"
         case OfflineModeIsEnabled():
             return f"{name} is not on this host, and HF_HUB_OFFLINE forbids to fetch it; unset it once, or give a local path"
         case FileMetadataError():
-            return f"{hub} does not answer like a hub: {_line(error)}; check HF_ENDPOINT"
+            return f"{address} does not answer like a hub: {_line(error)}; check HF_ENDPOINT"
         case HFValidationError():
             return f"{str(name)!r} is not a model's name: {_line(error)}"
         case OSError(errno=errno.ENOSPC):
             return f"there is no room for {name} in {cache_folder()}; free some, or set HF_HOME to a folder with room"
         case _ if _is_connection_lost(error):
             return (
-                f"{str(name)!r} does not exist here, and {hub} can't be reached to fetch it ({_line(error)}); check the "
+                f"{str(name)!r} does not exist here, and {address} can't be reached to fetch it ({_line(error)}); check the "
                 "network and HF_ENDPOINT, or give a local path"
             )
-    return f"{name} can't be fetched from {hub}: {_line(error)}"
+    return f"{name} can't be fetched from {address}: {_line(error)}"
 
 
 def _line(error: Exception) -> str:

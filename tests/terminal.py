@@ -20,9 +20,11 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>].?|\x07")
 
 _TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""So that Ctrl-C becomes a signal: done in the child, since a test's process has threads and must not fork by itself."""
+"""So that Ctrl-C becomes a signal, and is not ignored as in what a shell starts in the background. In the child, since a
+test's process has threads and must not fork by itself."""
 
 
 class Terminal:

@@ -70,8 +70,8 @@ def test_refusals_and_endings_are_counted_by_their_kind(tmp_path: Path) -> None:
         client.ask(AbortRequest(request_id="runs"))
         assert client.collect("runs")[1] == "abort"
         samples = parse(scrape(client))
-        refused = {code: samples["brigade_requests_refused_total", f"code={code}"] for code in ("bad_request", "duplicate", "unavailable")}
-        assert refused == {"bad_request": 3, "duplicate": 1, "unavailable": 1}
+        refused = {code: samples["brigade_requests_refused_total", f"code={code}"] for code in ("bad_request", "duplicate", "overloaded")}
+        assert refused == {"bad_request": 3, "duplicate": 1, "overloaded": 1}
         finished = {
             reason: samples["brigade_requests_finished_total", f"reason={reason}"]
             for reason in ("stop", "length", "abort", "timeout", "error", "disconnect")
