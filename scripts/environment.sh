@@ -63,6 +63,30 @@ for name in ("ipc", "kernels", "engine", "worker", "scripts"):
 PYTHON_END
 }
 
+# Seconds between two signs of life of a silent command.
+SIGN_OF_LIFE_S=30
+
+# with_sign_of_life WHAT COMMAND...: runs a command that may be silent for minutes, and says every SIGN_OF_LIFE_S seconds that WHAT goes on.
+# Returns the command's exit code.
+with_sign_of_life() {
+    local what=$1 ticker code=0
+    shift
+    (
+        exec 3<> <(:)  # nothing ever comes: `read` waits without a process that could outlive this one
+        seconds=0
+        while kill -0 $$ 2>/dev/null; do
+            read -r -t 1 -u 3 || true
+            seconds=$((seconds + 1))
+            [ $((seconds % SIGN_OF_LIFE_S)) -ne 0 ] || say "$what: still at it after $seconds s"
+        done
+    ) &
+    ticker=$!
+    "$@" || code=$?
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    return "$code"
+}
+
 # install_brigade EXTRAS: installs the clone with EXTRAS ("test" or others of setup.cfg), unless the environment holds just that already.
 install_brigade() {
     local extras=$1 stamp wanted
@@ -74,7 +98,8 @@ install_brigade() {
     else
         say "packages: installing Brigade${extras:+ with the extra [$extras]} and what it needs (torch is large, and native kernels are compiled: minutes)"
         rm -f "$stamp"
-        "$PYTHON" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}" </dev/null ||
+        with_sign_of_life packages \
+            "$PYTHON" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}" </dev/null ||
             fail "the installation failed; pip's own words are above"
         refuse_clash
         printf '%s [%s]\n' "$wanted" "$extras" >"$stamp"
