@@ -10,7 +10,7 @@ source scripts/environment.sh
 
 PROMPT="The three primary colors are"
 MAX_TOKENS=39
-SECONDS_TO_START=120
+SECONDS_TO_START=300
 
 choose_python
 install_brigade http,ui,structured
