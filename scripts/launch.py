@@ -17,6 +17,7 @@ from ipc.endpoints import RunDirectory, process_start
 from ipc.errors import ConfigError
 from ipc.logs import signal_name
 from scripts.core_process import FoundCore, child_environment, read_core_file
+from scripts.model_source import check_form
 from scripts.options import GroupedCommand, serve_options
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -197,6 +198,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     _open_standard_streams()
     try:
+        check_form(options["model"])
         launcher = Launcher(
             ctx.meta["brigade.words"], options["pipeline_parallel_size"] or 1, options["drain_timeout"]
         )

@@ -64,9 +64,7 @@ def find_model(model: str) -> ModelSource:
     """
     if os.path.exists(model):
         return ModelSource(path=model, name=Path(model).resolve().name)
-    name = parse_hub_name(model)
-    if name is None:
-        raise ConfigError(FIELD, f"{model!r} does not exist; it must be {FORMS}")
+    name = _require_name(model)
     # Loads what only a download needs.
     from scripts.hub_download import cache_folder, fetch
 
@@ -81,6 +79,23 @@ def find_model(model: str) -> ModelSource:
                 receipt.write(*fetched)
                 path = fetched[0]
     return ModelSource(path=str(path), name=str(name))
+
+
+def check_form(model: str) -> None:
+    """Before anything slow starts: whether ``model`` can be one at all. Asks no hub.
+
+    Raises:
+        ConfigError: it is neither a path that exists nor of the form of a hub's name.
+    """
+    if not os.path.exists(model):
+        _require_name(model)
+
+
+def _require_name(model: str) -> HubName:
+    name = parse_hub_name(model)
+    if name is None:
+        raise ConfigError(FIELD, f"{model!r} does not exist; it must be {FORMS}")
+    return name
 
 
 def parse_hub_name(model: str) -> HubName | None:

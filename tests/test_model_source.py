@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ipc.errors import ConfigError
+from scripts import launch
 from scripts.model_source import HubName, find_model, parse_hub_name
 from tests.conftest import Checkpoints
 from tests.fake_hub import COMMIT, FakeHub
@@ -217,6 +219,13 @@ def test_what_is_neither_a_path_nor_a_name_is_refused(model: str) -> None:
     assert parse_hub_name(model) is None
     with pytest.raises(ConfigError, match="it must be a folder, a .gguf file, or a hub's ORG/NAME"):
         find_model(model)
+
+
+def test_serve_refuses_it_before_it_starts_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.launch.Launcher.run", lambda _: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(launch.command, ["./typo.gguf"])
+    assert result.exit_code == 1
+    assert "brigade: MODEL: './typo.gguf' does not exist; it must be a folder" in result.stderr
 
 
 @pytest.mark.parametrize(("model", "name"), [
