@@ -196,6 +196,13 @@ def test_numbers_for_machines(tmp_path: Path) -> None:
     assert (tmp_path / "x.svg").is_file()
 
 
+def test_once_prints_its_frame_beside_a_picture_too(tmp_path: Path) -> None:
+    with core() as made:
+        done = top("--connect", made.address, "--once", "--svg", str(tmp_path / "x.svg"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 running, 1 waiting" in done.stdout and (tmp_path / "x.svg").is_file()
+
+
 def test_an_engine_of_before_tells_nothing_of_requests() -> None:
     with core() as made:
         del made.answers["requests"]

@@ -56,7 +56,7 @@ def command(address: str | None, connect: str, interval_s: float, once: bool, as
         if is_live:
             _watch(address, interval_s)
         else:
-            _show(_look(address, interval_s), as_json=as_json, svg=svg)
+            _show(_look(address, interval_s), once=once, as_json=as_json, svg=svg)
     except (PeerLost, ConfigError, RequestError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
@@ -81,10 +81,10 @@ def _look(address: str, interval_s: float) -> View:
         source.close()
 
 
-def _show(view: View, *, as_json: bool, svg: str | None) -> None:
+def _show(view: View, *, once: bool, as_json: bool, svg: str | None) -> None:
     if svg is not None:
         write_picture(Path(svg), view)
     if as_json:
         click.echo(json.dumps(view.as_json(), ensure_ascii=False))
-    elif svg is None:
+    elif once or svg is None:
         console_of(sys.stdout, is_plain=True).print(frame(view, None, Choices()))
