@@ -1,6 +1,7 @@
 """Which commands `brigade` has, and where each of them lives."""
 
 import importlib
+from typing import Any
 
 import click
 
@@ -17,6 +18,8 @@ COMMANDS = {
 }
 """Command name to module; the module calls its click command ``command``."""
 
+EXIT_INTERRUPTED = 130
+
 
 class _LazyGroup(click.Group):
     """Imports a command's module when that command is asked for, so that each starts fast."""
@@ -30,6 +33,14 @@ class _LazyGroup(click.Group):
         command = importlib.import_module(COMMANDS[cmd_name]).command
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. One that is interrupted where it has no words of its own for it, as while it is imported, ends
+        with the exit code that all of them have for that."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

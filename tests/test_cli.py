@@ -237,3 +237,13 @@ def test_a_cause_for_a_launcher_that_is_gone_is_dropped(tmp_path: Path, monkeypa
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     end_everything("rank 0: whatever", str(tmp_path / "gone" / "errors"))
+
+
+@pytest.mark.parametrize("name", ["generate", "timeline", "inspect"])
+def test_a_command_interrupted_while_it_is_imported_ends_with_130(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    result = CliRunner().invoke(cli.main, [name, "x"])
+    assert (result.exit_code, result.output) == (130, "")
