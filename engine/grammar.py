@@ -58,6 +58,8 @@ class Grammar:
     def accept(self, token_id: int) -> None:
         """See ``AnswerGrammar``."""
         if not self._matcher.consume_token(token_id):
+            if self._allows(token_id):
+                raise self._too_complex()
             raise RequestError(
                 f"structured output: token {token_id} does not fit: {self._matcher.get_error()}", code="internal"
             )
@@ -67,13 +69,21 @@ class Grammar:
         matcher = self._matcher
         self.mask = allowed = self._vocabulary.compute_mask(matcher)
         if matcher.is_error():
-            raise RequestError(f"structured output is too complex: {_said(matcher.get_error())}", field="structured")
+            raise self._too_complex()
         self.is_complete = matcher.is_stopped()
         if not self.is_complete and matcher.is_accepting():
             # Which tokens end an answer is not the grammar's matter, only where one may end.
             allowed &= self._vocabulary.not_eos_bits
             self.is_complete = not allowed.any()
             allowed |= self._ends
+
+
+    def _allows(self, token_id: int) -> bool:
+        word, bit = divmod(token_id, BITS)
+        return bool(self.mask[word] >> bit & 1)
+
+    def _too_complex(self) -> RequestError:
+        return RequestError(f"structured output is too complex: {_said(self._matcher.get_error())}", field="structured")
 
 
 class Vocabulary:
@@ -166,6 +176,7 @@ def _json_source(schema: Any) -> str:
 def _parsed(text: str) -> Any:
     try:
         schema = json.loads(text)
+        json.dumps(schema, allow_nan=False)  # the compiler would take numbers that JSON does not have for null
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if not isinstance(schema, (dict, bool)):

@@ -95,7 +95,7 @@ class StructuredOutput:
 
 def _as_json(schema: Any) -> str:
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"structured.json_schema={_shown(schema)} can't be written as JSON: {error}", field="structured.json_schema"

@@ -137,6 +137,13 @@ def test_a_token_that_does_not_fit_is_an_error(vocabulary: Vocabulary) -> None:
         grammar.accept(FIRST_BYTE + ord("b"))
 
 
+def test_a_form_that_gets_too_complex_on_the_way_is_the_clients_matter(vocabulary: Vocabulary) -> None:
+    grammar = start(vocabulary, regex="(a{1000}){1000}")
+    with pytest.raises(RequestError, match="too complex") as caught:
+        say(grammar, "a" * 100)
+    assert (caught.value.field, caught.value.code) == ("structured", "bad_request") and "\n" not in caught.value.reason
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "object", "properties": {"a": {"type": "strin"}}}}, 'at #/properties/a ({"type": "strin"}): Invalid type'),
     ({"json_schema": {"anyOf": [{"type": "string"}, {"type": "string", "pattern": "a("}]}},
@@ -151,6 +158,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "at #/properties/a (false): Unsatisfiable schema"),
     ({"json_schema": "7"}, "is 7; a JSON schema is an object or a boolean"),
     ({"json_schema": "{\"a\": "}, "line 1 column"),
+    ({"json_schema": '{"const": NaN}'}, "not JSON compliant"),
+    ({"json_schema": '{"const": 1e999}'}, "not JSON compliant"),
     ({"json_schema": "[" * 60_000}, "deep"),
     ({"json_schema": '{"not":' * 1000 + "{}" + "}" * 1000}, "deep"),
     ({"json_schema": {"x-guidance": {"no_such_option": 1}}}, "no_such_option"),

@@ -28,6 +28,7 @@ BAD: list[tuple[Any, str, str]] = [
     (True, "structured", "got bool"),
     ({"json_object": 1}, "structured.json_object", "must be true or false"),
     ({"json_schema": 7}, "structured.json_schema", "structured.json_schema=7 must be text or an object, got int"),
+    ({"json_schema": {"const": float("nan")}}, "structured.json_schema", "structured.json_schema={'const': nan} can't be written as JSON"),
     ({"json_schema": {"a": {1, 2}}}, "structured.json_schema", "structured.json_schema={'a': {1, 2}} can't be written as JSON"),
     ({"regex": ""}, "structured.regex", "is empty"),
     ({"regex": b"a"}, "structured.regex", "must be text, got bytes"),
