@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 
 from engine.aclient import AsyncGeneration
-from engine.openai.errors import ApiError, api_error_of
+from engine.openai.errors import OUR_FAULT, ApiError, api_error_of
 from engine.openai.gate import Message, Receive, Scope, Send
-from engine.openai.generations import Generations
+from engine.openai.generations import Batch, Generations
 from engine.openai.params import Names
 from engine.openai.replies import Reply
 from engine.openai.server_events import DONE, HEADERS
@@ -17,6 +17,9 @@ from engine.openai.tool_calls import blamed_on_tools
 from ipc.errors import EngineError, RequestError
 
 log = logging.getLogger(__name__)
+
+LARGE_BYTES = 1 << 17
+"""Of events: behind so many, other requests have their turn."""
 
 Open = Callable[[], Sequence[AsyncGeneration]]
 """Sends a request's prompts to the engine. May raise RequestError and PeerLost."""
@@ -59,6 +62,9 @@ class Answering(Response):
             await (self._stream(generations, send) if self._is_streamed else self._send_whole(generations, send))
         except EngineError as error:
             await self._fail(self._explained(error), send)
+        except Exception:  # noqa: BLE001 - whoever reads a stream must learn that it failed
+            log.exception("request %s failed", self._request_id)
+            await self._fail(ApiError(500, OUR_FAULT, code="internal"), send)
         finally:
             if generations is not None:
                 await generations.aclose()
@@ -66,7 +72,11 @@ class Answering(Response):
     async def _send_whole(self, generations: Generations, send: Send) -> None:
         while batch := await generations.next():
             self._reply.keep(batch)
-        body = self._reply.body()
+        pieces = []
+        for piece in self._reply.body():
+            pieces.append(piece)
+            await asyncio.sleep(0)  # log probabilities of many choices take seconds: others have their turn in between
+        body = b"".join(pieces)
         self._has_begun = self._is_complete = True
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -75,14 +85,23 @@ class Answering(Response):
     async def _stream(self, generations: Generations, send: Send) -> None:
         # The status waits for the first token: what the engine refuses is no stream.
         while batch := await generations.next():
-            events = self._reply.events(batch)
             if not self._has_begun:
                 self._has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-            if events:
-                await send(_part(events, more=True))
+            await self._send_events(batch, send)
         self._is_complete = True
         await send(_part(self._reply.last_events(), more=False))
+
+    async def _send_events(self, batch: Batch, send: Send) -> None:
+        ready = bytearray()
+        for events in self._reply.events(batch):
+            ready += events
+            if len(ready) > LARGE_BYTES:
+                await send(_part(bytes(ready), more=True))
+                ready.clear()
+                await asyncio.sleep(0)
+        if ready:
+            await send(_part(bytes(ready), more=True))
 
     def _explained(self, error: EngineError) -> ApiError:
         form = self._reply.params.structured

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from engine.openai.bodies import read_body
 from engine.openai.call_forms import TAGGED, CallForm, form_of
 from engine.openai.chat_reply import ChatReply
 from engine.openai.completion_reply import CompletionReply
-from engine.openai.errors import ApiError, api_error_of, refused
+from engine.openai.errors import OUR_FAULT, ApiError, api_error_of, refused
 from engine.openai.fields import (
     MAX_CHOICES_IN_ALL,
     ChatRequest,
@@ -42,11 +43,13 @@ from engine.openai.params import (
 )
 from engine.openai.parse import Model, parse_body, prompts_of
 from engine.openai.replies import Head
-from engine.openai.server_events import dumps
+from engine.openai.server_events import around, dumps, integers
 from engine.openai.settings import HttpSettings
 from engine.prompts import Prepared
 from engine.text.chat_template import named_templates
 from ipc.errors import EngineError, PeerLost, RequestError
+
+log = logging.getLogger(__name__)
 
 LONG_BODY_BYTES = 1 << 15
 """From here on a body is taken for work of its own."""
@@ -120,11 +123,14 @@ class Server:
         body, is_long = await self._parsed(request, ChatRequest)
         client = await self._client(body.model)
         form = await self._call_form(client) if body.tools else TAGGED
-        params, names = chat_params(body, form)
+        params, names = await self._in_thread(lambda: chat_params(body, form), is_long, {})
         tools, choice = tools_of(body), tool_choice_of(body)
-        messages = plain_messages(body.messages)
         variables = template_variables(tools, choice, body.chat_template_kwargs, body.add_generation_prompt)
-        prepared = await self._in_thread(lambda: client.prepare_chat(messages, params, **variables), is_long, names)
+
+        def prepare() -> Prepared:
+            return client.prepare_chat(plain_messages(body.messages), params, **variables)
+
+        prepared = await self._in_thread(prepare, is_long, names)
         head = self._head(client, body, "chat.completion", request, "chatcmpl")
         reply = ChatReply(head, prepared, params.n, tools, choice, has_logprobs=bool(body.logprobs), call_form=form)
         return self._answering(request, client, body, [prepared], reply, names)
@@ -135,17 +141,21 @@ class Server:
         client = await self._client(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise refused("prompt", "exactly one of prompt and messages must be given")
-        messages = plain_messages(body.messages or [])
-        tools = tools_of(body)
-        variables = template_variables(tools, "auto", body.chat_template_kwargs, body.add_generation_prompt)
+        variables = template_variables(tools_of(body), "auto", body.chat_template_kwargs, body.add_generation_prompt)
 
-        def work() -> list[int]:
+        def work() -> bytes:
             if body.prompt is None:
-                return client.prepare_chat(messages, **variables).token_ids
-            return client.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+                tokens = client.prepare_chat(plain_messages(body.messages or []), **variables).token_ids
+            else:
+                tokens = client.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            before, after = around(
+                lambda ids: {"count": len(tokens), "max_model_len": client.model.max_model_len, "tokens": [ids]}
+            )
+            return before + integers(tokens) + after
 
-        tokens = await self._in_thread(work, is_long, {"prompt": "prompt" if body.messages is None else "messages"})
-        return _json({"count": len(tokens), "max_model_len": client.model.max_model_len, "tokens": tokens})
+        names = {"prompt": "prompt" if body.messages is None else "messages"}
+        content = await self._in_thread(work, is_long, names)
+        return Response(content, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -193,6 +203,7 @@ class Server:
         api.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
         api.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
         api.add_exception_handler(PeerLost, _on_peer_lost)
+        api.add_exception_handler(Exception, _on_fault)
         return api
 
     async def _parsed(self, request: Request, model: type[Model]) -> tuple[Model, bool]:
@@ -229,7 +240,7 @@ class Server:
         return self._known_form[1]
 
     def _names(self, client: AsyncClient) -> tuple[str, ...]:
-        return (*self._settings.served_model_names, client.model.name)
+        return tuple(dict.fromkeys((*self._settings.served_model_names, client.model.name)))
 
     def _head(self, client: AsyncClient, body: SamplingFields, kind: str, request: Request, prefix: str) -> Head:
         options = body.stream_options
@@ -281,6 +292,12 @@ async def _on_api_error(request: Request, error: ApiError) -> Response:
 
 async def _on_peer_lost(request: Request, error: Exception) -> Response:
     return _response_of(ApiError(503, "the engine can't be reached", code="engine_unavailable"))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of ours."""
+    log.error("request %s failed", request.state.request_id, exc_info=error)
+    return _response_of(ApiError(500, OUR_FAULT, code="internal"))
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

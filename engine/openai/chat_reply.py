@@ -1,6 +1,6 @@
 """The answer of /v1/chat/completions, whole or as events."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.openai.call_forms import TAGGED, CallForm
@@ -33,7 +33,7 @@ class ChatReply(Reply):
     def _text_event(self, index: int) -> Callable[[str], bytes]:
         return EventForm(lambda text: self._chunk([_chunk_choice(index, {"content": text})])).fill
 
-    def _take(self, prompt_index: int, output: Output) -> bytes:
+    def _take(self, prompt_index: int, output: Output) -> Iterable[bytes]:
         choice = self._choice_of(prompt_index, output)
         choice.last = output
         events = b"" if choice.has_begun else self._first_event(choice)
@@ -42,7 +42,7 @@ class ChatReply(Reply):
             events += choice.fill(output.delta) if output.delta else b""
         else:
             events += self._piece(choice, output)
-        return events if output.finish_reason is None else events + self._last_event(choice, output)
+        return (events if output.finish_reason is None else events + self._last_event(choice, output),)
 
     def _first_event(self, choice: Choice) -> bytes:
         made = _chunk_choice(choice.index, {"role": "assistant", "content": ""})

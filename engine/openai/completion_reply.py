@@ -1,6 +1,6 @@
 """The answer of /v1/completions, whole or as events."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.openai.logprobs import TextOffsets, completion_logprobs
@@ -24,6 +24,7 @@ class CompletionReply(Reply):
         self._tokenizer = tokenizer
         self._echoed = echoed
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prompts)
+        self._prompt_columns: list[dict[str, Any] | None] = [None] * len(prompts)
         self._is_plain = params.logprobs is None and not head.returns_token_ids
 
     @property
@@ -33,15 +34,15 @@ class CompletionReply(Reply):
     def _text_event(self, index: int) -> Callable[[str], bytes]:
         return EventForm(lambda text: self._chunk([_choice(index, text)])).fill
 
-    def _take(self, prompt_index: int, output: Output) -> bytes:
+    def _take(self, prompt_index: int, output: Output) -> Iterable[bytes]:
         choice = self._choice_of(prompt_index, output)
         choice.last = output
         if self._is_plain and choice.has_begun and output.finish_reason is None:
-            return choice.fill(output.delta) if output.delta else b""
+            return (choice.fill(output.delta),) if output.delta else ()
         if not self._note_prompt(prompt_index, output):
             choice.held.append(output)
-            return b""
-        return b"".join(
+            return ()
+        return (
             self._told(held, one)
             for held in self._choices[prompt_index * self._num_choices :][: self._num_choices]
             for one in [*_taken(held.held), *([output] if held is choice else [])]
@@ -52,7 +53,9 @@ class CompletionReply(Reply):
         if self._params.prompt_logprobs is None:
             return True
         known = self._prompt_logprobs[prompt_index]
-        if output.prompt_logprobs is not None and known is None and self._is_whole(prompt_index, output.prompt_logprobs):
+        # An answer that ends before its prompt was read, as by a timeout, has what there is.
+        is_ready = output.finish_reason is not None or self._is_whole(prompt_index, output.prompt_logprobs or [])
+        if output.prompt_logprobs is not None and known is None and is_ready:
             known = self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         return known is not None
 
@@ -94,14 +97,33 @@ class CompletionReply(Reply):
         columns: dict[str, Any] = {}
         start = 0
         if begins and self._echoed:
-            prompt, of_prompt = self._prompts[choice.prompt_index], self._prompt_logprobs[choice.prompt_index] or []
-            first = prompt.token_ids[0]
-            columns = completion_logprobs(of_prompt, first, self._tokenizer.token_bytes(first), self._offsets(0))
+            columns = self._columns_of_prompt(choice.prompt_index, self._tokenizer)
             start = len(self._echoed[choice.prompt_index])
         if choice.offsets is None:
             choice.offsets = self._offsets(start)
         made = completion_logprobs(output.logprobs[tokens], 0, b"", choice.offsets)
         return {name: columns.get(name, []) + values for name, values in made.items()}
+
+    def _columns_of_prompt(self, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Made once for all choices."""
+        columns = self._prompt_columns[index]
+        if columns is None:
+            token_ids = self._prompts[index].token_ids
+            first = token_ids[0]
+            columns = completion_logprobs(
+                self._prompt_logprobs[index] or [], first, tokenizer.token_bytes(first), self._offsets_in(self._echoed[index], token_ids)
+            )
+            columns["text_offset"] = [max(0, offset) for offset in columns["text_offset"]]
+            self._prompt_columns[index] = columns
+        return columns
+
+    def _offsets_in(self, echoed: str, token_ids: Sequence[int]) -> TextOffsets:
+        """A text is echoed as it was given: with the special tokens that it spells, and without those put in front of it."""
+        assert self._tokenizer is not None
+        written = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if written.endswith(echoed):
+            return TextOffsets(self._tokenizer, skip_special_tokens=False, start=len(echoed) - len(written))
+        return self._offsets(0)
 
     def _offsets(self, start: int) -> TextOffsets:
         assert self._tokenizer is not None

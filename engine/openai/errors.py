@@ -22,7 +22,10 @@ _STATUS_OF_CODE = {"bad_request": 400, "duplicate": 400, "overloaded": 429, "una
 
 RETRY_AFTER_S = 1
 
-_FIELDS = {"prompt_token_ids": "prompt", "timeout_s": "timeout", "structured": "structured_outputs"}
+OUR_FAULT = "the server failed; its log says how"
+"""All that a client is told of a fault that nobody foresaw."""
+
+_FIELDS = {"prompt_token_ids": "prompt", "timeout_s": "timeout", "structured": "structured_outputs", "template_variables": "chat_template_kwargs"}
 """What the engine's fields are called in a body, where that differs."""
 
 

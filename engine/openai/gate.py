@@ -1,12 +1,15 @@
 """What every request passes first: its id, the limits of headers, and the API key."""
 
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from engine.openai.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -45,10 +48,13 @@ class Gate:
             await send(message)
 
         error = self._refusal(scope, headers)
-        if error is None:
-            await self._app(scope, receive, send_with_id)
-        else:
+        if error is not None:
             await send_error(error, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # noqa: BLE001 - starlette answers it, then raises it again, which would end the connection
+            log.debug("request %s failed: %r", request_id.decode(), error)
 
     def _refusal(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"") + len(scope["query_string"])

@@ -6,7 +6,7 @@ import logging
 from engine.aclient import AsyncClient
 from engine.openai.errors import ApiError
 from ipc.conversation import ATTACH_TIMEOUT_S
-from ipc.errors import ConfigError, PeerLost
+from ipc.errors import EngineError, PeerLost
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,11 @@ class EngineLink:
             if self._client is not None:
                 log.warning("the engine at %s is gone; looking for one", self.address)
             self._attaching = asyncio.create_task(self._attach_again())
+            self._attaching.add_done_callback(_note_end)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await asyncio.shield(self._attaching)
-        except (TimeoutError, PeerLost, ConfigError):
+        except (TimeoutError, EngineError):
             raise ApiError(503, "the engine can't be reached", code="engine_unavailable") from None
 
     async def aclose(self) -> None:
@@ -66,3 +67,12 @@ class EngineLink:
         self._client = await AsyncClient(self.address).attach()
         log.warning("attached to the engine at %s", self.address)
         return self._client
+
+
+def _note_end(attaching: asyncio.Task[AsyncClient]) -> None:
+    """Nobody may be waiting for it any more."""
+    error = None if attaching.cancelled() else attaching.exception()
+    if isinstance(error, PeerLost):
+        log.debug("%s", error)
+    elif error is not None:
+        log.error("the engine that was found can't be used: %s", error)

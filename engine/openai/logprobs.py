@@ -18,6 +18,14 @@ def token_text(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def whole_text(raw: bytes) -> str:
+    """A token that is no part of a character; empty if it is."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
 def chat_entries(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """``logprobs.content`` of a chat."""
     return [
@@ -39,14 +47,18 @@ class TextOffsets:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._token_bytes = tokenizer.token_bytes
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
         self._end = start
 
     def next(self, token_id: int) -> int:
         """Of the next token."""
+        text = self._detokenizer.add(token_id)
         offset = self._end
-        self._end += len(self._detokenizer.add(token_id))
-        return offset
+        self._end += len(text)
+        own = whole_text(self._token_bytes(token_id))
+        # In front of it stand marks for bytes before that form no character.
+        return self._end - len(own) if own and text.endswith(own) else offset
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob | None], first_id: int, first: bytes, offsets: TextOffsets) -> dict[str, Any]:

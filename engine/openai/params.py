@@ -83,6 +83,9 @@ def template_variables(
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise refused("chat_template_kwargs", f"chat_template_kwargs.{name} must be given as the field {name} of the body")
+    for name in ("self", "params"):
+        if name in variables:
+            raise refused("chat_template_kwargs", f"chat_template_kwargs.{name} can't be given: a template has no variable of this name here")
     if tools and choice != "none":
         variables["tools"] = tools
     if add_generation_prompt is not None:
@@ -157,6 +160,8 @@ def _common(body: SamplingFields) -> dict[str, Any]:
     values = {name: value for name in SAMPLING_NAMES if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         values["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+        if len(values["logit_bias"]) < len(body.logit_bias):
+            raise refused("logit_bias", "logit_bias has a token id twice, written in two ways")
     for name in ("stop", "stop_token_ids", "bad_words"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])

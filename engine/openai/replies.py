@@ -2,13 +2,13 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.openai.generations import Batch
 from engine.openai.logprobs import TextOffsets
-from engine.openai.server_events import DONE, dumps, event
+from engine.openai.server_events import DONE, around, dumps, event
 from engine.outputs import Output
 from engine.prompts import Prepared
 
@@ -63,9 +63,10 @@ class Reply(ABC):
             Choice(index, index // num_choices, self._text_event(index)) for index in range(len(prompts) * num_choices)
         ]
 
-    def events(self, batch: Batch) -> bytes:
-        """The events for some outputs; may be empty."""
-        return b"".join(self._take(prompt_index, output) for prompt_index, output in batch)
+    def events(self, batch: Batch) -> Iterator[bytes]:
+        """The events for some outputs, in pieces that don't take long to make; they may be empty."""
+        for prompt_index, output in batch:
+            yield from self._take(prompt_index, output)
 
     def last_events(self) -> bytes:
         """Behind those of all outputs."""
@@ -78,10 +79,13 @@ class Reply(ABC):
         for prompt_index, output in batch:
             self._choice_of(prompt_index, output).last = output
 
-    def body(self) -> bytes:
-        """The whole answer, once all is over."""
-        choices = [self._whole(choice) for choice in self._choices]
-        return dumps(self._head.content(choices, kind=self._head.kind, usage=self.usage()))
+    def body(self) -> Iterator[bytes]:
+        """The whole answer, once all is over, in pieces that don't take long to make."""
+        before, after = around(lambda choice: self._head.content([choice], kind=self._head.kind, usage=self.usage()))
+        yield before
+        for choice in self._choices:
+            yield b"," * (choice.index > 0) + dumps(self._whole(choice))
+        yield after
 
     def usage(self) -> dict[str, Any]:
         """Tokens of each prompt are counted once, those of all choices added up."""
@@ -106,7 +110,7 @@ class Reply(ABC):
         """Makes the event of a choice that has text and nothing else."""
 
     @abstractmethod
-    def _take(self, prompt_index: int, output: Output) -> bytes:
+    def _take(self, prompt_index: int, output: Output) -> Iterable[bytes]:
         """The events for one output."""
 
     @abstractmethod

@@ -64,7 +64,7 @@ class ChatTemplate:
         chat = check_messages(messages)
         known: dict[str, Any] = {
             **self._special_tokens,
-            **_plain(variables, "template variables", 0),
+            **_plain(variables, "template_variables", 0),
             "tools": None if tools is None else _plain(list(tools), "tools", 0),
             "messages": chat if self._takes_parts else [_with_joined_parts(message) for message in chat],
             "add_generation_prompt": add_generation_prompt,
@@ -152,15 +152,19 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where} is nested more than {MAX_DEPTH} deep", field="messages")
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} deep", field=_field_of(where))
     if isinstance(value, Mapping):
         return {_key(key, where): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise RequestError(f"{where} must be text, number, list or map, got {type(value).__name__}", field="messages")
+    raise RequestError(f"{where} must be text, number, list or map, got {type(value).__name__}", field=_field_of(where))
 
 
 def _key(key: Any, where: str) -> str:
     if type(key) is not str:
-        raise RequestError(f"{where} has the key {key!r:.80}, which is not a text", field="messages")
+        raise RequestError(f"{where} has the key {key!r:.80}, which is not a text", field=_field_of(where))
     return key
+
+
+def _field_of(where: str) -> str:
+    return where.partition(".")[0].partition("[")[0]
