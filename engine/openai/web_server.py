@@ -33,8 +33,9 @@ class WebServer(uvicorn.Server):
     def __init__(self, app: App) -> None:
         super().__init__(uvicorn.Config(
             app,
-            http=Protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False, log_level="warning",
-            server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
+            http=Protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
+            # Warnings are about what strangers send, several lines for each.
+            log_level="error", server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
             # The gate refuses headers that are too large, and says so; this is the limit of what is read at all.
             h11_max_incomplete_event_size=4 * MAX_HEADER_BYTES,
         ))  # fmt: skip

@@ -253,7 +253,7 @@ def test_a4_bad_json_paths_methods_and_sizes(bench: Bench, info: ModelInfo) -> N
         assert httpx.post(f"{url}{PATHS[0]}", content=json.dumps(ASK[PATHS[0]]).encode().ljust(1000)).status_code == 200
 
 
-def test_what_is_no_http_gets_an_answer_of_the_same_form(bench: Bench) -> None:
+def test_what_is_no_http_gets_an_answer_of_the_same_form(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     host, port = bench.url.removeprefix("http://").split(":")
     for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as raw:
@@ -263,6 +263,9 @@ def test_what_is_no_http_gets_an_answer_of_the_same_form(bench: Bench) -> None:
                 got += piece
         head, _, body = got.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == "invalid_http"
+    # Some clients offer another protocol with every request.
+    assert bench.http.get("/health", headers={"connection": "upgrade, http2-settings", "upgrade": "h2c"}).status_code == 200
+    assert caplog.records == []
 
 
 def test_a4_keys(bench: Bench) -> None:
