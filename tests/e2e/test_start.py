@@ -156,7 +156,7 @@ def text_as_gguf(checkpoints: Checkpoints, tmp: Path) -> Path:
 MAMBA = with_config(architectures=["MambaForCausalLM"], model_type="mamba")
 
 FAULTS = {
-    "missing file": Fault(make=nowhere, patterns=("nowhere",)),
+    "missing file": Fault(make=nowhere, patterns=("nowhere",), names_rank=False),
     "unknown architecture": Fault(make=changed(MAMBA), patterns=("(?i)mamba",)),
     "unknown tokenizer kind": Fault(make=odd_tokenizer, patterns=("weird", "(?i)tokenizer")),
     "missing tensor": Fault(make=changed(tensor_missing), patterns=(re.escape(LAST_TENSOR),)),
