@@ -51,7 +51,7 @@ class TextSide:
             RequestError: naming field, value and rule.
         """
         if isinstance(prompt, str):
-            return self._checked(self.tokenizer.encode(prompt), params, "prompt", text=prompt)
+            return self._checked(self.tokenizer.encode(prompt, limit=self.model.max_model_len), params, "prompt", text=prompt)
         return self._checked(_id_list(prompt), params, "prompt")
 
     def prepare_chat(
@@ -60,7 +60,8 @@ class TextSide:
         """Messages as ``apply_chat_template(tokenize=True)`` of transformers encodes them: no BOS but the template's."""
         tokenizer = self.tokenizer
         text = self._template.render(messages, **variables)
-        return self._checked(tokenizer.encode(text, add_special_tokens=False), params, "messages")
+        token_ids = tokenizer.encode(text, add_special_tokens=False, limit=self.model.max_model_len, field="messages")
+        return self._checked(token_ids, params, "messages")
 
     def answers(self, request_id: str, prepared: Prepared) -> Answers:
         """What makes outputs of the core's messages, for each choice."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.text.byte_alphabet import unspell
 from engine.text.detokenizer import ByteDetokenizer, Detokenizer, TextRules, WindowDetokenizer
-from ipc.errors import ConfigError, RequestError
+from ipc.errors import ConfigError, PromptTooLong, RequestError
 
 _BLANK = "▁"
 """How sentencepiece spells a space."""
@@ -57,17 +57,23 @@ class Tokenizer:
         """A tokenizer.json of the same, with everything special marked as such."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None, field: str = "prompt"
+    ) -> list[int]:
         """The text's tokens. With ``add_special_tokens`` what the model wants around a prompt, such as BOS, is added.
 
         Raises:
             RequestError: the text holds lone surrogates, which no tokenizer knows.
+            PromptTooLong: it has ``limit`` tokens or more, as the ``field`` of a request. They are counted, not listed: a list
+                of a million holds up every thread.
         """
         try:
             if len(text) <= LONG_TEXT:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
             else:
                 encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            if limit is not None and len(encoding) >= limit:
+                raise PromptTooLong(field, len(encoding), limit)
             ids: list[int] = encoding.ids
         except (UnicodeError, TypeError):
             raise RequestError("prompt can't be encoded: it is not valid Unicode text", field="prompt") from None
