@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from engine.batch import Result, check_list, params_of_batch, room_for, run_batch_async
 from engine.outputs import Answers, Output
 from engine.progress import ProgressHook
-from engine.prompts import Prepared, TextSide
+from engine.prompts import Prepare, Prepared, PrepareItem, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.aclient import AsyncTokenClient, AsyncTokenStream
 from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
@@ -27,9 +27,6 @@ class _Attachment(NamedTuple):
 class _Sent(NamedTuple):
     stream: AsyncTokenStream
     answers: Answers
-
-
-Prepare = Callable[[TextSide], Prepared]
 
 
 class AsyncClient:
@@ -108,7 +105,7 @@ class AsyncClient:
             RequestError: the prompt can't be used. The engine's own refusals come while iterating.
             PeerLost: the engine is gone.
         """
-        return self._prompt(prompt, params, request_id, priority, timeout_s)
+        return self._generation(lambda text: text.prepare(prompt, params), request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -124,7 +121,9 @@ class AsyncClient:
 
         ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
         """
-        return self._conversation(messages, params, template_variables, request_id, priority, timeout_s)
+        return self._generation(
+            lambda text: text.prepare_chat(messages, params, template_variables), request_id, priority, timeout_s
+        )
 
     async def generate_batch(
         self,
@@ -138,13 +137,7 @@ class AsyncClient:
     ) -> list[Result]:
         """Answers to all prompts, in their order, when the last one is there. Arguments and errors as in ``Client``."""
         asked = check_list("prompts", prompts, "prompts, each a text or a list of token ids")
-        rules = params_of_batch(params, len(asked))
-
-        def send(index: int) -> AsyncGeneration:
-            return self._prompt(asked[index], rules[index], None, priority, timeout_s)
-
-        room = room_for(max_open, self.model.max_num_seqs, rules)
-        return await run_batch_async(len(asked), self._attached, send, room, progress)
+        return await self._batch(asked, params, TextSide.prepare, progress, max_open, priority, timeout_s)
 
     async def chat_batch(
         self,
@@ -159,13 +152,11 @@ class AsyncClient:
     ) -> list[Result]:
         """The same for conversations, each a list of messages as ``chat`` takes them."""
         asked = check_list("conversations", conversations, "lists of messages")
-        rules = params_of_batch(params, len(asked))
 
-        def send(index: int) -> AsyncGeneration:
-            return self._conversation(asked[index], rules[index], template_variables, None, priority, timeout_s)
+        def prepare(text: TextSide, messages: Sequence[Mapping[str, Any]], rules: SamplingParams) -> Prepared:
+            return text.prepare_chat(messages, rules, template_variables)
 
-        room = room_for(max_open, self.model.max_num_seqs, rules)
-        return await run_batch_async(len(asked), self._attached, send, room, progress)
+        return await self._batch(asked, params, prepare, progress, max_open, priority, timeout_s)
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Prepared:
         """The slow half of ``generate``, in proportion to the prompt: checks and tokens. ``submit`` is the other.
@@ -253,17 +244,17 @@ class AsyncClient:
                         await self._attachment.tokens.aclose()
         return self._attachment_now()
 
-    def _prompt(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str | None, priority: int,
-        timeout_s: float | None,
-    ) -> "AsyncGeneration":  # fmt: skip
-        return self._generation(lambda text: text.prepare(prompt, params), request_id, priority, timeout_s)
+    async def _batch(
+        self, asked: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None, prepare: PrepareItem,
+        progress: bool | ProgressHook, max_open: int | None, priority: int, timeout_s: float | None,
+    ) -> list[Result]:  # fmt: skip
+        rules = params_of_batch(params, len(asked))
 
-    def _conversation(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, variables: Mapping[str, Any],
-        request_id: str | None, priority: int, timeout_s: float | None,
-    ) -> "AsyncGeneration":  # fmt: skip
-        return self._generation(lambda text: text.prepare_chat(messages, params, variables), request_id, priority, timeout_s)
+        def send(index: int) -> AsyncGeneration:
+            return self._generation(lambda text: prepare(text, asked[index], rules[index]), None, priority, timeout_s)
+
+        room = room_for(max_open, self.model.max_num_seqs, rules)
+        return await run_batch_async(len(asked), self._attached, send, room, progress)
 
     def _generation(
         self, prepare: Prepare, request_id: str | None, priority: int, timeout_s: float | None

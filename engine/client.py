@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from engine.batch import Result, Tell, check_list, params_of_batch, room_for, run_batch
 from engine.outputs import Answers, Output
 from engine.progress import ProgressHook
-from engine.prompts import Prepared, TextSide
+from engine.prompts import Prepare, Prepared, PrepareItem, TextSide
 from engine.text.tokenizer import Tokenizer
 from ipc.client import TokenClient, TokenStream
 from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
@@ -90,7 +90,7 @@ class Client:
             RequestError: the prompt can't be used. The engine's own refusals come while iterating.
             PeerLost: the engine is gone.
         """
-        return self._prompt(prompt, params, request_id, priority, timeout_s)
+        return self._generation(lambda text: text.prepare(prompt, params), request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -106,7 +106,9 @@ class Client:
 
         ``template_variables`` go to the template (``tools``, ``add_generation_prompt=False`` and what else it knows).
         """
-        return self._conversation(messages, params, template_variables, request_id, priority, timeout_s)
+        return self._generation(
+            lambda text: text.prepare_chat(messages, params, template_variables), request_id, priority, timeout_s
+        )
 
     def generate_batch(
         self,
@@ -132,12 +134,7 @@ class Client:
             RequestError: an argument can't be used; nothing was sent.
         """
         asked = check_list("prompts", prompts, "prompts, each a text or a list of token ids")
-        rules = params_of_batch(params, len(asked))
-
-        def send(index: int, tell: Tell) -> Generation:
-            return self._prompt(asked[index], rules[index], None, priority, timeout_s, tell)
-
-        return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
+        return self._batch(asked, params, TextSide.prepare, progress, max_open, priority, timeout_s)
 
     def chat_batch(
         self,
@@ -152,12 +149,11 @@ class Client:
     ) -> list[Result]:
         """The same for conversations, each a list of messages as ``chat`` takes them."""
         asked = check_list("conversations", conversations, "lists of messages")
-        rules = params_of_batch(params, len(asked))
 
-        def send(index: int, tell: Tell) -> Generation:
-            return self._conversation(asked[index], rules[index], template_variables, None, priority, timeout_s, tell)
+        def prepare(text: TextSide, messages: Sequence[Mapping[str, Any]], rules: SamplingParams) -> Prepared:
+            return text.prepare_chat(messages, rules, template_variables)
 
-        return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
+        return self._batch(asked, params, prepare, progress, max_open, priority, timeout_s)
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Prepared:
         """The slow half of ``generate``, in proportion to the prompt: checks and tokens. ``submit`` is the other."""
@@ -178,7 +174,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> "Generation":
         """Send what was prepared now, and iterate over its outputs as those of ``generate``."""
-        return _send(self._attached(), prepared, request_id, priority, timeout_s, None)
+        return self._generation(lambda text: prepared, request_id, priority, timeout_s)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that ``generate`` would send for this prompt."""
@@ -235,21 +231,27 @@ class Client:
                 self._attachment.tokens.close()
             return self._attachment
 
-    def _prompt(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str | None, priority: int,
-        timeout_s: float | None, on_news: Tell | None = None,
-    ) -> "Generation":  # fmt: skip
-        attachment = self._attached()
-        prepared = attachment.text.prepare(prompt, params)
-        return _send(attachment, prepared, request_id, priority, timeout_s, on_news)
+    def _batch(
+        self, asked: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None, prepare: PrepareItem,
+        progress: bool | ProgressHook, max_open: int | None, priority: int, timeout_s: float | None,
+    ) -> list[Result]:  # fmt: skip
+        rules = params_of_batch(params, len(asked))
 
-    def _conversation(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, variables: Mapping[str, Any],
-        request_id: str | None, priority: int, timeout_s: float | None, on_news: Tell | None = None,
-    ) -> "Generation":  # fmt: skip
-        attachment = self._attached()
-        prepared = attachment.text.prepare_chat(messages, params, variables)
-        return _send(attachment, prepared, request_id, priority, timeout_s, on_news)
+        def send(index: int, tell: Tell) -> Generation:
+            return self._generation(lambda text: prepare(text, asked[index], rules[index]), None, priority, timeout_s, tell)
+
+        return run_batch(len(asked), send, room_for(max_open, self.model.max_num_seqs, rules), progress)
+
+    def _generation(
+        self, prepare: Prepare, request_id: str | None, priority: int, timeout_s: float | None, on_news: Tell | None = None
+    ) -> "Generation":
+        tokens, text = self._attached()
+        prepared = prepare(text)
+        answers = text.answers(check_request_id(request_id), prepared)
+        stream = tokens.generate(
+            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s, on_news=on_news
+        )
+        return Generation(stream, answers)
 
 
 def _attach(addr: str, timeout_s: float) -> _Attachment:
@@ -259,17 +261,6 @@ def _attach(addr: str, timeout_s: float) -> _Attachment:
     except BaseException:
         tokens.close()
         raise
-
-
-def _send(
-    attachment: _Attachment, prepared: Prepared, request_id: str | None, priority: int, timeout_s: float | None,
-    on_news: Tell | None,
-) -> "Generation":  # fmt: skip
-    answers = attachment.text.answers(check_request_id(request_id), prepared)
-    stream = attachment.tokens.generate(
-        prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s, on_news=on_news
-    )
-    return Generation(stream, answers)
 
 
 class Generation:

@@ -1,6 +1,6 @@
 """A text client's way in: prompts and messages to token ids, checked against the model's limits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,13 @@ class TextSide:
             ids = [spelling for word in params.bad_words for spelling in _spellings(word, self.tokenizer)]
             params = replace(params, bad_words=(), bad_word_ids=(*params.bad_word_ids, *ids))
         return Prepared(token_ids=token_ids, params=params, echoed=echoed)
+
+
+Prepare = Callable[[TextSide], Prepared]
+"""A request that becomes ready when it is known who takes it."""
+
+PrepareItem = Callable[[TextSide, Any, SamplingParams], Prepared]
+"""The same for one of a batch and its parameters."""
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from scripts.exits import EXIT_INTERRUPTED
+
 COMMANDS = {
     "serve": "scripts.launch",
     "http": "scripts.http_server",
@@ -17,8 +19,6 @@ COMMANDS = {
     "completion": "scripts.completion",
 }
 """Command name to module; the module calls its click command ``command``."""
-
-EXIT_INTERRUPTED = 130
 
 
 class _LazyGroup(click.Group):

@@ -14,18 +14,14 @@ from engine import Client, Output
 from engine.outputs import TokenLogprob
 from engine.progress import BatchProgress, ProgressBar
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
+from ipc.errors import PeerLost, RequestError
+from scripts.exits import EXIT_REQUEST_FAILED, errors_told
 from scripts.options import GroupedCommand
 from scripts.prompt_files import Job, read_jobs
 from scripts.sampling_options import sampling_options, sampling_values
 
 MAX_OPEN_REQUESTS = 64
 """Sent ahead of the one being printed: enough to fill a batch, few enough to refuse nobody else's."""
-
-EXIT_REQUEST_FAILED = 1
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +123,7 @@ def command(
       3    no engine at the address, or it went away
       130  interrupted; open requests were ended
     """
-    try:
+    with errors_told():
         if lines and jsonl:
             raise RequestError("--lines and --jsonl are two ways to read a line; give one of them")
         jobs = read_jobs(prompts, files, lines=lines, jsonl=jsonl, values=sampling_values(sampling))
@@ -139,11 +135,6 @@ def command(
             bar = stack.enter_context(ProgressBar(len(jobs), hidden=is_hidden))
             printer = _Printer(as_json=as_json or output is not None, file=file, bar=bar, num_total=len(jobs))
             _answer_all(client, jobs, printer)
-    except (PeerLost, ConfigError, RequestError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     if printer.num_failed:
         sys.exit(EXIT_REQUEST_FAILED)
 

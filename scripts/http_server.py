@@ -1,7 +1,6 @@
 """``brigade http``: an HTTP server of its own beside a running engine; several may serve one engine."""
 
 import asyncio
-import sys
 from typing import Any
 
 import click
@@ -9,18 +8,15 @@ import click
 from engine.openai.listener import listen, url_of
 from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
 from ipc.logs import LEVELS, set_up_logging
 from ipc.promptness import ask_for_promptness
+from scripts.exits import errors_told
 from scripts.options import GroupedCommand, Seconds, http_options, http_settings
 
 try:
     from engine.openai.process import serve
 except ImportError:
     serve = None  # type: ignore[assignment]
-
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
 
 
 @click.command("http", cls=GroupedCommand, context_settings={"max_content_width": 120})
@@ -45,7 +41,7 @@ def command(connect: str, http: str, drain_timeout: float, log_level: str, **opt
       3  no engine at the address
     """
     set_up_logging("http", log_level)
-    try:
+    with errors_told():
         settings = http_settings(http, options)
         assert settings is not None and serve is not None
         listener = listen(settings.host, settings.port)
@@ -55,6 +51,3 @@ def command(connect: str, http: str, drain_timeout: float, log_level: str, **opt
             settings, connect, listener, drain_timeout_s=drain_timeout, attach_timeout_s=ATTACH_TIMEOUT_S,
             on_up=lambda: click.echo(f"brigade http ready: connect={connect} http={url}", err=True),
         ))  # fmt: skip
-    except (PeerLost, ConfigError, RequestError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)

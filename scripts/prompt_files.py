@@ -4,12 +4,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ipc.errors import RequestError
 from ipc.params import SamplingParams
-from scripts.sampling_options import DEFAULTS, of_json
+from scripts.sampling_options import DEFAULTS, of_json, read_text
 
 KEYS = ("id", "messages", "params", "prompt")
 """What an object of a JSON line may have."""
@@ -53,7 +52,7 @@ def read_jobs(
             raise RequestError("no prompt: give one as an argument, with --file, or on standard input")
         files = ("-",)
     for name in files:
-        text = _read_text(name)
+        text = read_text(name, dash_is_stdin=True)
         if jsonl:
             jobs += _json_lines(name, text, values)
         else:
@@ -104,13 +103,3 @@ def _params_of(own: Any, values: Mapping[str, Any]) -> SamplingParams:
             raise RequestError(f"params.{key[:64]} is not a sampling parameter", field="params")
     both = {**values, **{key: of_json(key, value) for key, value in own.items()}}
     return SamplingParams(**{key: value for key, value in both.items() if value is not None})
-
-
-def _read_text(name: str) -> str:
-    try:
-        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise RequestError(f"{name}: {error.strerror}") from None

@@ -4,6 +4,7 @@ Names, types and defaults come from SamplingParams and StructuredOutput; so do t
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -197,7 +198,7 @@ def sampling_values(given: Mapping[str, Any]) -> dict[str, Any]:
         if row.topic != FORM:
             values[row.field] = dict(value) if row.field == "logits_processors" else value
         elif value is not False:
-            form[row.field] = _read(value) if row.is_file else value
+            form[row.field] = read_text(value) if row.is_file else value
     if form:
         values["structured"] = StructuredOutput(**form)
     return values
@@ -208,10 +209,11 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**sampling_values(given))
 
 
-def _read(name: str) -> str:
+def read_text(name: str, *, dash_is_stdin: bool = False) -> str:
     """A file's text; raises RequestError."""
     try:
-        return Path(name).read_bytes().decode("utf-8")
+        raw = sys.stdin.buffer.read() if dash_is_stdin and name == "-" else Path(name).read_bytes()
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name}: byte {error.start} is not UTF-8 text") from None
     except OSError as error:

@@ -1,21 +1,17 @@
 """`brigade timeline`: where did the last seconds of a running engine go?"""
 
 import json
-import sys
 from pathlib import Path
 
 import click
 
 from ipc.client import TokenClient
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
+from scripts.exits import errors_told
 from scripts.timeline.lanes import Timeline, read_timeline
 from scripts.timeline.picture import check_can_draw, draw
 from scripts.timeline.summary import Summary, as_text, summarize
 from scripts.timeline.trace_file import trace_of
-
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
 
 _FILE = click.Path(dir_okay=False, writable=True)
 
@@ -43,7 +39,7 @@ def command(
       2    an option can't be used
       3    no engine at the address, or it went away
     """
-    try:
+    with errors_told():
         if png is not None:
             check_can_draw()
         with TokenClient(address or connect, name="brigade-timeline") as client:
@@ -51,9 +47,6 @@ def command(
         summary = summarize(timeline)
         click.echo(as_text(summary))
         _write_files(timeline, summary, trace, png, json_file)
-    except (PeerLost, ConfigError, RequestError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
 
 
 def _write_files(

@@ -96,7 +96,7 @@ def test_a_conversation_goes_on_and_commands_change_it(tmp_path: Path) -> None:
         terminal.type("new\n")
         terminal.expect("NEW\n")
         assert turns_of(asked(core)) == ["new"]
-        terminal.type(CTRL_D)
+        leave(terminal)
         assert terminal.end()[0] == 0
     saved = json.loads(file.read_text())
     assert [m["content"] for m in saved["messages"]] == ["be brief", "hello", "HELLO", "/fly", "/FLY"]
@@ -166,8 +166,14 @@ def test_the_conversation_outlives_the_engine() -> None:
             terminal.type("back?\n")
             terminal.expect("BACK?\n")
             assert turns_of(asked(other)) == ["hello", "HELLO", "back?"]
-            terminal.type(CTRL_D)
+            leave(terminal)
             assert terminal.end()[0] == 0
+
+
+def leave(terminal: Terminal) -> None:
+    """Ctrl-D counts where a line is being read: what is typed before the prompt stands is lost with the terminal's old mode."""
+    terminal.expect("> ")
+    terminal.type(CTRL_D)
 
 
 def restart_at(core: FakeCore, address: str) -> None:
@@ -180,7 +186,7 @@ def test_what_would_steer_the_terminal_is_not_passed_on() -> None:
         terminal.expect("> ")
         terminal.type("x\n")
         terminal.expect("a\ufffd[31mb\ufffdc\n")
-        terminal.type(CTRL_D)
+        leave(terminal)
         terminal.end()
 
 
@@ -188,8 +194,7 @@ def test_what_would_steer_the_terminal_is_not_passed_on() -> None:
 def test_no_colour_where_it_is_not_wanted(env: dict[str, str]) -> None:
     with chat(env=env) as (_, terminal):
         terminal.expect("fake, a context of")
-        terminal.expect("> ")
-        terminal.type(CTRL_D)
+        leave(terminal)
         terminal.end()
         assert ("\x1b[2m" in terminal.raw) == (not env)
 

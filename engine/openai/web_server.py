@@ -15,7 +15,6 @@ KEEP_ALIVE_S = 75
 """Longer than proxies and clients keep an idle connection, so that it is them who close it."""
 
 
-
 class Protocol(H11Protocol):
     """What is no HTTP at all is answered with JSON too."""
 

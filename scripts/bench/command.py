@@ -16,20 +16,16 @@ import click
 
 from ipc.aclient import AsyncTokenClient
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
+from ipc.errors import ConfigError
 from ipc.params import SamplingParams
 from scripts.bench.engine import Engine
 from scripts.bench.lengths import Lengths, LengthsType
 from scripts.bench.load import PromptSource, Record, check_lengths, run_load
 from scripts.bench.measures import summarize, table
 from scripts.bench.traces import TraceRequest, draw_trace, read_trace
+from scripts.exits import EXIT_REQUEST_FAILED, errors_told
 from scripts.options import GroupedCommand
 from scripts.sampling_options import TEXT_FIELDS, sampling_options, sampling_values
-
-EXIT_REQUEST_FAILED = 1
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
-EXIT_INTERRUPTED = 130
 
 DEFAULT_CONCURRENCY = 16
 WARM_UP_SEED = 1 << 40
@@ -97,7 +93,7 @@ def command(
       3    no engine at the address, or it went away or did not start
       130  interrupted
     """
-    try:
+    with errors_told():
         _check_folder(json_path)
         params = SamplingParams(**sampling_values(sampling), temperature=temperature, ignore_eos=ignore_eos, seed=seed)
         requests, settings = _requests(
@@ -117,11 +113,6 @@ def command(
         with _engine(serve, connect) as address:
             summary = asyncio.run(_measure(address, plan))
         _write(summary, json_path)
-    except (PeerLost, ConfigError, RequestError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     if summary["requests"]["failed"]:
         sys.exit(EXIT_REQUEST_FAILED)
 

@@ -8,19 +8,15 @@ import click
 from engine import Client
 from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
+from ipc.errors import PeerLost, RequestError
 from scripts.chat.conversation import Conversation
 from scripts.chat.prompt import Prompt
 from scripts.chat.session import NOT_IN_CHAT, Outcome, Session
 from scripts.chat.slash import run_command
+from scripts.exits import EXIT_REQUEST_FAILED, errors_told
 from scripts.options import GroupedCommand
 from scripts.sampling_options import sampling_options, sampling_values
 from scripts.terminal_text import dim
-
-EXIT_REQUEST_FAILED = 1
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
-EXIT_INTERRUPTED = 130
 
 
 @click.command(name="chat", cls=GroupedCommand, context_settings={"max_content_width": 120})
@@ -45,16 +41,11 @@ def command(connect: str, system: str | None, **sampling: Any) -> None:
       130  interrupted (not in a terminal)
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    try:
+    with errors_told():
         values = sampling_values(sampling)
         with Client(connect, reconnect_s=ATTACH_TIMEOUT_S if is_terminal else None) as client:
             session = Session(client, Conversation(system), values, note=_note if is_terminal else _warn)
             exit_code = _talk(session) if is_terminal else _answer_lines(session)
-    except (PeerLost, ConfigError, RequestError) as error:
-        click.echo(f"Error: {error}", err=True)
-        exit_code = EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE
-    except KeyboardInterrupt:
-        exit_code = EXIT_INTERRUPTED
     sys.exit(exit_code)
 
 

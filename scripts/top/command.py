@@ -9,7 +9,8 @@ import click
 
 from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.endpoints import DEFAULT_LISTEN
-from ipc.errors import ConfigError, PeerLost, RequestError
+from ipc.errors import ConfigError
+from scripts.exits import errors_told
 from scripts.top.model import History, View
 from scripts.top.reading import Source
 
@@ -20,9 +21,6 @@ except ImportError:
 else:
     from scripts.top.drawing import Choices, console_of, frame, write_picture
     from scripts.top.screen import Screen
-
-EXIT_BAD_USAGE = 2
-EXIT_ENGINE_LOST = 3
 
 LIVE_ATTACH_S = 2.0
 """Between two tries to find an engine that is away."""
@@ -50,18 +48,13 @@ def command(address: str | None, connect: str, interval_s: float, once: bool, as
     """
     address = address or connect
     is_live = not (once or as_json or svg) and sys.stdin.isatty() and sys.stdout.isatty()
-    try:
+    with errors_told():
         if rich is None and not as_json:
             raise ConfigError("brigade top", "needs rich: pip install 'brigade[ui]', or take the numbers of --json")
         if is_live:
             _watch(address, interval_s)
         else:
             _show(_look(address, interval_s), once=once, as_json=as_json, svg=svg)
-    except (PeerLost, ConfigError, RequestError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_ENGINE_LOST if isinstance(error, PeerLost) else EXIT_BAD_USAGE)
-    except KeyboardInterrupt:
-        sys.exit(0)
 
 
 def _watch(address: str, interval_s: float) -> None:

@@ -33,7 +33,6 @@ def test_a_file_larger_than_memory_gives_its_tensors(folder: Path, tmp_path: Pat
     assert torch.equal(checkpoint.load(NORM), torch.zeros(4096, dtype=torch.bfloat16))
 
 
-
 def test_tensors_are_stored_as_they_say(checkpoints: Checkpoints) -> None:
     for path in (checkpoints.fx_r, checkpoints.sharded, checkpoints.fx_r_gguf):
         checkpoint = open_checkpoint(str(path), read_model_config(str(path)))
