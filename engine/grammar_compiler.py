@@ -149,9 +149,8 @@ class GrammarCompiler:
                 break
             self.cancel(job.request)
             field = f"structured.{job.structured.kind}"
-            taken.append(
-                (job.request, RequestError(f"{field} was not compiled within {TIME_LIMIT_S:g} s", field=field))
-            )
+            text = f"{field} was not compiled within {TIME_LIMIT_S:g} s; simplify it, or try again when the engine has less to do"
+            taken.append((job.request, RequestError(text, field=field)))
         return taken
 
     # ------------------------------------------------------------------------------------------ the thread

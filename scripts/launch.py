@@ -40,7 +40,8 @@ MAX_CAUSES = 5
 class Launcher:
     """Starts the agent in a session of its own, so that a terminal's Ctrl-C reaches only this process."""
 
-    def __init__(self, words: list[str], num_stages: int, drain_timeout_s: float) -> None:
+    def __init__(self, model: str, words: list[str], num_stages: int, drain_timeout_s: float) -> None:
+        self._model = model
         self._words = words
         self._num_stages = num_stages
         self._drain_timeout_s = drain_timeout_s
@@ -52,6 +53,8 @@ class Launcher:
     def run(self) -> int:
         """Serve until the engine ends or a signal asks for it; returns the exit code."""
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, signal.SIGCHLD))
+        noun = "process" if self._num_stages == 1 else "processes"
+        _say(f"starting {self._num_stages} {noun} for {self._model}")
         agent = subprocess.Popen(self._agent_words(), start_new_session=True, env=self._agent_environment())
         # Known while the agent lives, needed when it is gone.
         run_directory = RunDirectory.of_agent(agent.pid)
@@ -200,7 +203,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     try:
         check_form(options["model"])
         launcher = Launcher(
-            ctx.meta["brigade.words"], options["pipeline_parallel_size"] or 1, options["drain_timeout"]
+            options["model"], ctx.meta["brigade.words"], options["pipeline_parallel_size"] or 1, options["drain_timeout"]
         )
         ctx.exit(launcher.run())
     except ConfigError as error:

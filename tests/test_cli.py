@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from ipc.errors import PeerLost, RequestError
 from scripts import cli, generate
 from scripts.ending import end_everything
+from scripts.exits import EXIT_BAD_USAGE, EXIT_INTERRUPTED, EXIT_REQUEST_FAILED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -110,13 +111,13 @@ def test_json_lines_carry_text_ids_and_reason(client: type[EchoClient]) -> None:
         },
         {"index": 2, "prompt": "breaks", "error": {"code": "internal", "message": "the engine broke", "field": None}},
     ]
-    assert result.exit_code == generate.EXIT_REQUEST_FAILED
+    assert result.exit_code == EXIT_REQUEST_FAILED
 
 
 def test_several_answers_are_told_apart(client: type[EchoClient]) -> None:
     result = run("--n", "2", "ab", "breaks", "c")
     assert result.stdout == "[0] AB\n[1] AB!\n[0] C\n[1] C!\n"
-    assert result.stderr == "Error: prompt 2: the engine broke\n" and result.exit_code == generate.EXIT_REQUEST_FAILED
+    assert result.stderr == "Error: prompt 2: the engine broke\n" and result.exit_code == EXIT_REQUEST_FAILED
     lines = [json.loads(line) for line in run("--n", "2", "--json", "ab", "breaks").stdout.splitlines()]
     assert [(line["index"], line.get("choice"), line.get("text")) for line in lines] == [(0, 0, "AB"), (0, 1, "AB!"), (1, None, None)]
 
@@ -125,7 +126,7 @@ def test_a_failed_request_leaves_the_others_their_answers(client: type[EchoClien
     result = run("one", "break", "two")
     assert result.stdout == "ONE\nBRE\nTWO\n"
     assert result.stderr == "Error: prompt 2: the engine broke\n"
-    assert result.exit_code == generate.EXIT_REQUEST_FAILED
+    assert result.exit_code == EXIT_REQUEST_FAILED
 
 
 def test_sampling_options_reach_the_engine(client: type[EchoClient]) -> None:
@@ -177,7 +178,7 @@ def test_bad_input_is_refused_in_one_line(
     client: type[EchoClient], args: tuple[str, ...], stdin: str | bytes, said: str
 ) -> None:
     result = run(*args, stdin=stdin)
-    assert result.exit_code == generate.EXIT_BAD_USAGE
+    assert result.exit_code == EXIT_BAD_USAGE
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
@@ -193,7 +194,7 @@ def test_a_missing_engine_and_a_lost_one_have_their_own_code(client: type[EchoCl
 
 def test_an_interrupt_ends_without_a_traceback(client: type[EchoClient]) -> None:
     result = run("interrupt")
-    assert (result.exit_code, result.stderr) == (generate.EXIT_INTERRUPTED, "")
+    assert (result.exit_code, result.stderr) == (EXIT_INTERRUPTED, "")
 
 
 def test_every_listed_command_has_help() -> None:

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from scripts import cli, generate
+from scripts.exits import EXIT_BAD_USAGE, EXIT_REQUEST_FAILED
 from tests.engine.test_client import fake
 from tests.terminal import Terminal
 from tests.test_chat import capitals
@@ -47,7 +48,7 @@ LINES = [
 def test_json_lines_become_requests_and_answers(client: type[EchoClient], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n\n".join(map(json.dumps, LINES)))
     result = run("--jsonl", "--json", "--file", str(tmp_path / "in.jsonl"), "--max-tokens", "5", "--temperature", "0.5")
-    assert result.exit_code == generate.EXIT_REQUEST_FAILED
+    assert result.exit_code == EXIT_REQUEST_FAILED
     first, second, third, fourth = map(json.loads, result.stdout.splitlines())
     assert (first["index"], first["id"], first["prompt"], first["text"]) == (0, "first", "ab", "AB")
     assert (second["id"], second["messages"], second["text"]) == (7, LINES[1]["messages"], "YO")
@@ -69,7 +70,7 @@ def test_output_goes_into_a_file(client: type[EchoClient], tmp_path: Path) -> No
     assert (result.stdout, result.stderr, result.exit_code) == ("", "", 0), "no bar without a terminal"
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == ["A", "B"]
     missing = run("x", "--output", str(tmp_path / "no" / "out"))
-    assert missing.exit_code == generate.EXIT_BAD_USAGE and "Error:" in missing.stderr
+    assert missing.exit_code == EXIT_BAD_USAGE and "Error:" in missing.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_output_goes_into_a_file(client: type[EchoClient], tmp_path: Path) -> No
 )
 def test_a_bad_line_is_named_and_nothing_is_sent(client: type[EchoClient], line: str, said: str) -> None:
     result = run("--jsonl", stdin='{"prompt": "fine"}\n' + line + "\n")
-    assert result.exit_code == generate.EXIT_BAD_USAGE and result.stdout == ""
+    assert result.exit_code == EXIT_BAD_USAGE and result.stdout == ""
     assert said in result.stderr and len(result.stderr.splitlines()) == 1
     assert client.instances == []
 

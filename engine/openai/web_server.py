@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -15,13 +16,60 @@ KEEP_ALIVE_S = 75
 """Longer than proxies and clients keep an idle connection, so that it is them who close it."""
 
 
+REQUEST_S = 60.0
+"""In which a request must have come whole, headers and body, so that who dribbles holds no connection for long."""
+
+
 class Protocol(H11Protocol):
-    """What is no HTTP at all is answered with JSON too."""
+    """What is no HTTP at all, and what does not come whole in time, is answered with JSON too."""
+
+    _arriving: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first request is awaited."""
+        super().connection_made(transport)
+        self._watch_arrival()
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a request, a whole one, or more."""
+        super().data_received(data)
+        self._watch_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more is awaited."""
+        super().connection_lost(exc)
+        self._stop_watch()
 
     def send_400_response(self, msg: str) -> None:
         """End the connection with an error."""
-        body = ApiError(400, msg, code="invalid_http").body
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self._end_with(ApiError(400, msg, code="invalid_http"), "Bad Request")
+
+    def _watch_arrival(self) -> None:
+        """One deadline from the first piece of a request to its last."""
+        if self.transport.is_closing() or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_watch()
+        elif self._arriving is None:
+            self._arriving = self.loop.call_later(REQUEST_S, self._end_late)
+
+    def _stop_watch(self) -> None:
+        if self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+    def _end_late(self) -> None:
+        is_silent = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
+        if not is_silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            text = f"the request did not come whole within {REQUEST_S:g} s"
+            self._end_with(ApiError(408, text, code="request_timeout"), "Request Timeout")
+        else:
+            self.transport.close()
+
+    def _end_with(self, error: ApiError, reason: str) -> None:
+        body = error.body
+        head = (
+            f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
         self.transport.write(head.encode() + body)
         self.transport.close()
 

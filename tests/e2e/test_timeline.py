@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from ipc.spans import Kind
 from scripts import cli
-from scripts.show_timeline import EXIT_BAD_USAGE
+from scripts.exits import EXIT_BAD_USAGE
 from tests.conftest import Checkpoints
 from tests.e2e.harness import Engine, EnginePool
 from tests.e2e.test_parity import FLAGS
