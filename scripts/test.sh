@@ -41,7 +41,7 @@ sum_up() {
 
 # One share may hold none of the tests that were asked for. Ctrl-C, -x and arguments that are wrong end the whole.
 NO_TESTS=5
-run_share side-by-side -n 2 --dist loadfile "$@"
+run_share side-by-side -n 2 --dist loadfile --no-loadscope-reorder "$@"
 first=$CODE
 case $first in 0 | 1 | $NO_TESTS) ;; *) exit "$first" ;; esac
 run_share alone "$@"

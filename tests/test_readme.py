@@ -21,7 +21,7 @@ ANSWER = " the primary colors of the RGB color model: red, blue, and green."
 URL_IN_README = "http://127.0.0.1:8000"
 MODEL_IN_README = ".cache/demo-model/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def blocks(language: str) -> list[str]:

@@ -36,17 +36,16 @@ def test_k4_one_token_per_position_whatever_is_preempted(
     assert engine.raw.stats()["preemptions_total"] >= before + num_rounds, "the pool is too large to show anything"
 
 
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_number_5_ids_do_not_depend_on_when_the_next_step_is_planned(
-    engines: EnginePool, checkpoints: Checkpoints
+    pp: int, engines: EnginePool, checkpoints: Checkpoints
 ) -> None:
-    """Seeded and greedy requests, one stage and two."""
+    """Seeded and greedy requests."""
     requests = mixed_requests(5, 24)
     expected = [s.token_ids for s in engines.get(checkpoints.fx_r, flags=FLAGS).raw.run(requests, concurrency=8, timeout_s=60)]
-    for pp in (1, 2):
-        with serve(checkpoints.fx_r, pp=pp, flags=(*FLAGS, SYNC)) as engine:
-            got = [s.token_ids for s in engine.raw.run(requests, concurrency=8, timeout_s=60)]
-            assert got == expected, f"{pp} stages, planned one after the other"
-            engine.settle()
+    with serve(checkpoints.fx_r, pp=pp, flags=(*FLAGS, SYNC)) as engine:
+        assert [s.token_ids for s in engine.raw.run(requests, concurrency=8, timeout_s=60)] == expected
+        engine.settle()
 
 
 @pytest.mark.slow

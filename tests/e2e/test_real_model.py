@@ -12,7 +12,7 @@ from tests.e2e.harness import Engine, EnginePool, serve
 from tests.e2e.raw import Position, positions
 from tests.oracle import GAP, LOGPROB_TOLERANCE, Excused, save_as_folder
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e]
 
 FLOAT32 = ("--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "800", "--max-num-seqs", "16")
 QUICK_PROMPTS = (0, 1, 3, 7, 9, 19)

@@ -10,7 +10,7 @@ from tests.e2e.conftest import TinyOracle
 from tests.e2e.harness import EnginePool, serve
 from tests.oracle import GAP, Excused
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e]
 
 LENGTHS = [3 + 5 * i for i in range(50)]
 

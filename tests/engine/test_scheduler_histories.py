@@ -16,7 +16,7 @@ from engine.request import Request, RequestStatus
 from tests.engine.scheduler_harness import EOS, Harness
 from tests.fakes import REPEATING, FakeGrammar
 
-QUICK_HISTORIES = 250
+QUICK_HISTORIES = 150
 MANY_HISTORIES = 2_000
 
 FULL = FullAttention()

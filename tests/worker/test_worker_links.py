@@ -42,7 +42,7 @@ def plan_of(step_id: int, num_tokens: int) -> SchedulerOutput:
     return plans.step({0: num_tokens}, needs=0)
 
 
-@pytest.mark.parametrize(("num_ranks", "transport"), [(3, "staged"), (5, "gloo")])
+@pytest.mark.parametrize(("num_ranks", "transport"), [(3, "staged"), pytest.param(5, "gloo", marks=pytest.mark.slow)])
 def test_any_number_of_stages_gives_the_same_tokens(core_for, checkpoints, num_ranks, transport):
     core, plans, prompt = core_for(num_ranks, transport=transport), Plans(), list(range(10, 47))
     core.become_ready()
