@@ -1,7 +1,6 @@
 """Do masks allow what a form allows and nothing else, and is a form that can't be compiled refused with the place?"""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,27 +12,11 @@ from engine.text.tokenizer import Tokenizer
 from ipc.errors import RequestError
 from ipc.params import SamplingParams
 from ipc.structured import MAX_GRAMMAR_BYTES, StructuredOutput
-from tests.tiny import BOS, EOS, FIRST_BYTE, byte_vocabulary, text_ids, write_tokenizer
-
-VOCAB_SIZE = 290
-"""Not a multiple of 32, and more than the tokenizer has names for bytes."""
+from tests.engine.conftest import VOCAB_SIZE
+from tests.tiny import BOS, EOS, FIRST_BYTE, text_ids
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"enum": ["a", None]}}, "required": ["x", "y"],
          "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, byte_vocabulary(280), merges=[(b"\xfe", b"\xff")], bos="<s>", eos="</s>", pad="<pad>")
-    return ModelFiles(
-        tokenizer=(folder / "tokenizer.json").read_bytes(), tokenizer_config=(folder / "tokenizer_config.json").read_bytes()
-    )
-
-
-@pytest.fixture(scope="module")
-def vocabulary(files: ModelFiles) -> Vocabulary:
-    return Vocabulary(files, VOCAB_SIZE, (EOS,))
 
 
 def start(vocabulary: Vocabulary, params: SamplingParams | None = None, **form: Any) -> Grammar:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ModelFiles
 from engine.grammar import Grammar, Vocabulary
 from engine.openai.call_forms import BARE, FORMS, HEADED, LISTED, MAX_CALLS, TAGGED, CallForm, form_of
 from engine.openai.tool_calls import (
@@ -27,8 +26,6 @@ from ipc.errors import RequestError
 from ipc.params import SamplingParams
 from ipc.structured import MAX_GRAMMAR_BYTES, StructuredOutput
 from tests.tiny import BOS, EOS, byte_vocabulary, text_ids, write_tokenizer
-
-VOCAB_SIZE = 290
 
 
 def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
@@ -56,20 +53,6 @@ def written(form: CallForm, count: int = 1) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ the grammar
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, byte_vocabulary(280), merges=[(b"\xfe", b"\xff")], bos="<s>", eos="</s>", pad="<pad>")
-    return ModelFiles(
-        tokenizer=(folder / "tokenizer.json").read_bytes(), tokenizer_config=(folder / "tokenizer_config.json").read_bytes()
-    )
-
-
-@pytest.fixture(scope="module")
-def vocabulary(files: ModelFiles) -> Vocabulary:
-    return Vocabulary(files, VOCAB_SIZE, (EOS,))
 
 
 def allowed(grammar: Grammar) -> set[int]:
