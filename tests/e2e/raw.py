@@ -23,6 +23,7 @@ from ipc.messages import (
     RequestFailed,
     RequestOutput,
     TokenLogprobs,
+    TokenUpdates,
 )
 from ipc.params import SamplingParams
 
@@ -111,6 +112,8 @@ class RawClient:
         self.socket.connect(address)
         self._ids = itertools.count(1)
         self._open: dict[str, Stream] = {}
+        self.updates: list[tuple[str, ...]] = []
+        """For each step that brought tokens to requests that take updates and go on: which these are."""
         self.unclaimed: list[Any] = []
         """Answers that belong to no open request."""
         self.send(Attach(client="tests"))
@@ -122,13 +125,16 @@ class RawClient:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def submit(self, prompt: Sequence[int], *, request_id: str | None = None, **params: Any) -> Stream:
+    def submit(
+        self, prompt: Sequence[int], *, request_id: str | None = None, takes_updates: bool = False, **params: Any
+    ) -> Stream:
         """Send a request; its Stream fills while ``wait`` or ``pump`` run."""
         name = f"r{next(self._ids)}" if request_id is None else request_id
         stream = Stream(request_id=name, prompt=list(prompt))
         self._open[name] = stream
         self.send(AddRequest(
-            request_id=name, prompt_token_ids=np.asarray(prompt, np.int32), params=SamplingParams(**params)
+            request_id=name, prompt_token_ids=np.asarray(prompt, np.int32), params=SamplingParams(**params),
+            takes_updates=takes_updates,
         ))
         return stream
 
@@ -203,7 +209,7 @@ class RawClient:
         while self.socket.poll(0, zmq.POLLIN):
             frames = self.socket.recv_multipart()
             assert frames[0] == bytes((PROTOCOL_VERSION,)), f"a message starts with {frames[0]!r}"
-            self._take(decode(frames, (ModelInfo, RequestOutput, RequestFailed, ControlReply)))
+            self._take(decode(frames, (ModelInfo, RequestOutput, RequestFailed, TokenUpdates, ControlReply)))
         return True
 
     def pump_for(self, seconds: float) -> None:
@@ -233,11 +239,30 @@ class RawClient:
         return found
 
     def _take(self, message: Any) -> None:
+        if isinstance(message, TokenUpdates):
+            self._take_updates(message)
+            return
         stream = self._open.get(message.request_id) if hasattr(message, "request_id") else None
         if stream is None or (isinstance(message, RequestFailed) and message.code in REFUSALS_OF_A_SECOND):
             self.unclaimed.append(message)
         else:
             stream.take(message)
+
+    def _take_updates(self, updates: TokenUpdates) -> None:
+        self.updates.append(updates.request_ids)
+        token_ids = iter(updates.token_ids)
+        for request_id, count, num_output_tokens in zip(
+            updates.request_ids, updates.counts, updates.num_output_tokens, strict=True
+        ):
+            stream = self._open[request_id]
+            stream.take(RequestOutput(
+                core_id=updates.core_id,
+                request_id=request_id,
+                new_token_ids=list(itertools.islice(token_ids, count)),
+                num_prompt_tokens=stream.num_prompt_tokens,
+                num_output_tokens=num_output_tokens,
+                seed=stream.seed or 0,
+            ))
 
 
 def add_request_frames(

@@ -121,37 +121,35 @@ def test_k16_nothing_grows_with_the_number_of_requests(
 
 # ------------------------------------------------------------------------------------------------ F2
 
-NUM_STAGES = 2
+MAX_COHORTS = 3
+"""Stages + 1."""
 EVEN_SHARE = 0.7
-STEP_GAP_S = 8e-4
-"""Tokens of one step come closer together, those of two steps mostly don't."""
 
 
-def micro_batches(streams: Sequence[Stream]) -> list[int]:
-    """Sizes of the steps that brought these streams their tokens, in order, by when the tokens came."""
-    arrivals = sorted((at, number) for number, stream in enumerate(streams) for at in stream.times)
-    sizes: list[int] = []
-    seen: set[int] = set()
-    last = 0.0
-    for at, number in arrivals:
-        if not sizes or at - last > STEP_GAP_S or number in seen:
-            sizes.append(0)
-            seen = set()
-        sizes[-1] += 1
-        seen.add(number)
-        last = at
-    return sizes
+def evenness(steps: Sequence[tuple[str, ...]], num_streams: int) -> float:
+    """Share of the tokens that came in even rounds: steps that bring each stream one token, as many as may be in flight
+    at most, and of one size but for one. Into how many a round is split is up to the cost model, and may change."""
+    num_even, sizes, seen = 0, list[int](), set[str]()
+    for step in steps:
+        if not seen.isdisjoint(step):
+            sizes, seen = [], set()
+        sizes.append(len(step))
+        seen.update(step)
+        if len(seen) == num_streams:
+            num_even += num_streams if len(sizes) <= MAX_COHORTS and max(sizes) - min(sizes) <= 1 else 0
+            sizes, seen = [], set()
+    return num_even / sum(map(len, steps))
 
 
-def evenness(streams: Sequence[Stream]) -> float:
-    """Share of their tokens that came in steps as large as an even split makes them, give or take one; 0 for a split
-    into more steps than may be in flight. Into how many, one to stages + 1, is up to the cost model."""
-    sizes = micro_batches(streams)
-    num_cohorts = round(len(streams) / statistics.median(sizes))
-    if num_cohorts > NUM_STAGES + 1:
-        return 0.0
-    even = len(streams) / num_cohorts
-    return sum(size for size in sizes if abs(size - even) <= 1) / sum(sizes)
+@pytest.mark.parametrize(
+    ("steps", "share"),
+    [
+        (["abc", "de"] * 3, 1.0), (["abcde"], 1.0), (["abcd", "e"], 0.0), (["ab", "bc", "de"], 0.0), (["ab", "c", "d", "e"], 0.0),
+        (["abc", "de", "abcd", "e"], 0.5),
+    ],
+)  # fmt: skip
+def test_what_counts_as_even(steps: list[str], share: float) -> None:
+    assert evenness([tuple(step) for step in steps], 5) == share
 
 
 def test_f2_max_num_seqs_counts_all_micro_batches_together(engines: EnginePool, checkpoints: Checkpoints) -> None:
@@ -173,15 +171,26 @@ def test_f2_max_num_seqs_counts_all_micro_batches_together(engines: EnginePool, 
 
 def before_and_after_a_long_prefill(client: RawClient, draw: random.Random) -> tuple[float, float]:
     """Evenness of seven streams, then of eight, the last of which began with 700 tokens."""
-    params = {"temperature": 0.0, "ignore_eos": True, "prefix_caching": False}
-    streams = [client.submit(random_prompt(draw, 8), max_tokens=170, **params) for _ in range(7)]
-    client.pump_until(lambda: all(len(s.token_ids) >= 70 for s in streams), 60, lambda: "the streams are slow")
-    since, until = max(s.times[19] for s in streams), min(s.times[-1] for s in streams)
-    calm = evenness([between(s, since, until) for s in streams])
-    streams.append(client.submit(random_prompt(draw, 700), max_tokens=60, **params))
+
+    def start(num_prompt_tokens: int, num_tokens: int) -> Stream:
+        prompt = random_prompt(draw, num_prompt_tokens)
+        return client.submit(
+            prompt, takes_updates=True, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, prefix_caching=False
+        )
+
+    def steps_until(num_tokens: int) -> list[tuple[str, ...]]:
+        since = len(client.updates)
+        client.pump_until(lambda: len(streams[-1].token_ids) >= num_tokens, 60, lambda: "the streams are slow")
+        return client.updates[since:]
+
+    streams = [start(8, 170) for _ in range(7)]
+    steps_until(20)
+    calm = evenness(steps_until(70), 7)
+    streams.append(start(700, 60))
+    steps_until(10)
+    afterwards = evenness(steps_until(50), 8)
     client.wait(streams, 60)
-    since, until = streams[-1].times[9], min(s.times[-1] for s in streams)
-    return calm, evenness([between(s, since, until) for s in streams])
+    return calm, afterwards
 
 
 def test_f2_micro_batches_are_even_also_after_a_long_prefill(engines: EnginePool, checkpoints: Checkpoints) -> None:
@@ -189,14 +198,10 @@ def test_f2_micro_batches_are_even_also_after_a_long_prefill(engines: EnginePool
     engine = engines.get(checkpoints.fx_r, flags=SHARED)
     draw = random.Random(22)
     shares: list[tuple[float, float]] = []
-    while len(shares) < 2 * NUM_ATTEMPTS and (not shares or min(shares[-1]) < EVEN_SHARE):
+    while len(shares) < NUM_ATTEMPTS and (not shares or min(shares[-1]) < EVEN_SHARE):
         shares.append(before_and_after_a_long_prefill(engine.raw, draw))
         engine.settle()
     assert min(shares[-1]) >= EVEN_SHARE, f"share of tokens in even micro-batches, before and after: {shares}"
-
-
-def between(stream: Stream, since: float, until: float) -> Stream:
-    return Stream(request_id=stream.request_id, prompt=[], times=[t for t in stream.times if since <= t <= until])
 
 
 # ------------------------------------------------------------------------------------------------ F3
