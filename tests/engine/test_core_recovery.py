@@ -1,5 +1,6 @@
 """Worker groups that die under requests: the core's process over its real sockets, with fake groups that live again."""
 
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -350,7 +351,8 @@ def test_a_crash_loop_ends_the_engine_with_its_last_cause(deaths: list[int], tmp
         given_up = [answer for answer in answers.values() if answer.ending == "unavailable"]
         assert all(answer.ending in ("unavailable", "internal") for answer in answers.values())
         assert len(given_up) >= 3
-        assert {answer.reason for answer in given_up} == {"the engine gave up: rank 1: end of life 6"}
-        assert errors.read_text() == "rank 1: end of life 6\n"
+        cause = errors.read_text().strip()
+        assert re.fullmatch("rank 1: end of life 6|rank [01] can't be reached|rank [01] was restarted", cause)
+        assert {answer.reason for answer in given_up} == {f"the engine gave up: {cause}"}
         assert engine.agent.wait(DEADLINE_S) == -signal.SIGTERM
         engine.wait_for_end()
