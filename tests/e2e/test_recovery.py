@@ -13,7 +13,7 @@ from tests.e2e.raw import Stream, positions
 from tests.e2e.test_parity import FLAGS
 from tests.oracle import LOGPROB_TOLERANCE, Excused
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.slow]
 
 RESTART_S = 90.0
 NUM_TOKENS = 400
@@ -42,7 +42,7 @@ def assert_same(told: Stream, undisturbed: Stream) -> None:
     assert all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs)
 
 
-@pytest.mark.parametrize("victims", [(1, 0), pytest.param((0, 1, 1, 0, 0, 1, 0, 1), marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("victims", [(1, 0), pytest.param((0, 1, 1, 0, 0, 1, 0, 1), marks=pytest.mark.timeout(900))])
 def test_number_1_streams_go_on_when_workers_are_killed(
     victims: tuple[int, ...], checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused]
 ) -> None:
