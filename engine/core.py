@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from engine.grammar_compiler import GrammarCompiler, load_vocabulary
 from engine.http_child import http_child_of
 from engine.metrics import Metrics
 from engine.policies import Deadlines, check_open_room, check_queue_room
+from engine.recovery import MAX_LOST_EPOCHS, Recovery
 from engine.request import AnswerGrammar, ClientId, Request
 from engine.request_views import RequestViews
 from engine.sampling_defaults import sampling_defaults
@@ -57,9 +57,6 @@ from ipc.structured import StructuredOutput
 logger = logging.getLogger(__name__)
 
 VERSION = "0.1.0"
-MAX_FAILED_EPOCHS = 5
-"""Epochs in a row that fail before a single token: then no further restart is worth trying."""
-
 LAST_WORDS_MS = 2_000
 """How long queued final messages may take to leave when the core ends."""
 
@@ -103,16 +100,14 @@ class EngineCore:
         self._info: ModelInfo | None = None
         self._info_frames: list[Frame] = []
         """The same, encoded once: it holds the tokenizer."""
-        self._queue: deque[Request] = deque()
-        """Accepted while no epoch was ready."""
+        self._recovery = Recovery()
         self._grammars = GrammarCompiler(lambda: load_vocabulary(files, config.vocab_size, config.eos_token_ids))
-        """Has the requests whose grammar isn't ready yet; neither queue nor scheduler knows of them."""
+        """Has the requests whose grammar isn't ready yet; neither recovery nor scheduler knows of them."""
         self._open = OpenRequests()
         """Leaving it is what makes a final message final."""
         self._views = RequestViews(self._open, self._grammars, core_id=self._core_id)
         self._waiting_to_attach: set[ClientId] = set()
         self._was_ready_said = False
-        self._failed_epochs = 0
         self._num_requests = 0
         self._metrics = Metrics()
         self._deadlines = Deadlines()
@@ -163,6 +158,7 @@ class EngineCore:
             self._on_event(event)
         for request, outcome in self._grammars.take_done():
             self._on_compiled(request, outcome)
+        self._release()
         self._schedule()
         self._recorder.doing(Kind.OTHER, NO_STEP)
         self._timelines.answer_overdue()
@@ -321,26 +317,19 @@ class EngineCore:
         for client in self._waiting_to_attach:
             self._gateway.send_frames(client, self._info_frames)
         self._waiting_to_attach.clear()
-        queued, self._queue = self._queue, deque()
-        for request in queued:
-            self._start(request)
 
     def _on_epoch_ended(self, event: EpochEnded) -> None:
         if self._agent_deadline is None:
             logger.warning("epoch %d ended: %s", event.epoch, event.cause)
-        produced = False
-        stats = None
-        if self._scheduler is not None:
-            stats = self._scheduler.stats()
-            produced = stats.num_generated_tokens > 0
-            lost = RequestError(f"the workers were lost: {event.cause}", code="unavailable")
-            for request in self._scheduler.unfinished():
-                if not request.is_closed:
-                    self._fail(request, lost)
-            self._scheduler = None
-        self._metrics.epoch_ended(stats, event.reports)
-        self._failed_epochs = 0 if produced else self._failed_epochs + 1
-        if event.fatal or self._failed_epochs >= MAX_FAILED_EPOCHS:
+        scheduler, self._scheduler = self._scheduler, None
+        self._metrics.epoch_ended(None if scheduler is None else scheduler.stats(), event.reports)
+        guilty = RequestError(
+            f"it was being computed when the workers died, {MAX_LOST_EPOCHS} times; the last time: {event.cause}", code="internal"
+        )
+        for request in self._recovery.epoch_ended(scheduler):
+            if not request.is_closed:
+                self._fail(request, guilty)
+        if event.fatal or self._recovery.is_hopeless:
             self._give_up(event.cause)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -426,26 +415,32 @@ class EngineCore:
             self._fail(request, error)
 
     def _enqueue(self, request: Request) -> None:
-        if self._scheduler is None:
-            self._queue.append(request)
+        if self._scheduler is None or self._recovery.holds_all:
+            self._recovery.hold(request)
         else:
             self._scheduler.add(request)
+
+    def _release(self) -> None:
+        if self._scheduler is None:
+            return
+        while released := self._recovery.release(self._scheduler):
+            for request in released:
+                try:
+                    if not request.is_closed:
+                        self._scheduler.add(request)
+                except RequestError as error:  # a new epoch may have less room
+                    self._fail(request, error)
 
     def _withdraw(self, request: Request, reason: str) -> None:
         """Take an open request out of wherever it is."""
         if self._open.cancel(request) or self._grammars.cancel(request):
             return
-        if self._scheduler is None:
-            self._queue.remove(request)
-        else:
+        if self._scheduler is not None:
             self._scheduler.finish(request, reason)
 
     def _num_waiting_tokens(self) -> int:
-        if self._scheduler is None:
-            num_queued = sum(request.num_tokens for request in self._queue)
-        else:
-            num_queued = self._scheduler.num_waiting_tokens
-        return num_queued + self._grammars.num_pending_tokens + self._open.num_held_tokens
+        num_queued = 0 if self._scheduler is None else self._scheduler.num_waiting_tokens
+        return num_queued + self._recovery.num_held_tokens + self._grammars.num_pending_tokens + self._open.num_held_tokens
 
     def _abort(self, request: Request, reason: str) -> None:
         self._withdraw(request, reason)
@@ -506,6 +501,7 @@ class EngineCore:
         request.is_closed = True
         self._metrics.ended(request, reason, time.monotonic())
         self._deadlines.discard(request)
+        self._recovery.discard(request)
         following = self._open.remove(request)
         if following is not None:
             self._start(*following)
@@ -568,8 +564,9 @@ class EngineCore:
         if message.op == "stats":
             values = self._stats()
         elif message.op == "health":
-            values = {"ready": self._scheduler is not None, "state": self._executor.phase.value,
-                      "epoch": self._executor.epoch}
+            is_recovering = self._scheduler is None and self._info is not None
+            values = {"ready": self._scheduler is not None, "epoch": self._executor.epoch,
+                      "state": "recovering" if is_recovering else self._executor.phase.value}
         elif message.op == "reset_prefix_cache":
             if self._scheduler is not None:  # without one there is no cache either
                 self._scheduler.reset_prefix_cache()
@@ -584,7 +581,8 @@ class EngineCore:
             "ready": stats is not None,
             "epoch": self._executor.epoch,
             "num_stages": self._config.num_stages,
-            **self._metrics.values(stats, reports, num_outside=len(self._queue) + self._open.num_held),
+            "requests_resumed_total": self._recovery.num_resumed,
+            **self._metrics.values(stats, reports, num_outside=self._recovery.num_held + self._open.num_held),
             **{f"requests_refused_total_{code}": count for code, count in self._gateway.num_refused.items()},
         }
         if stats is not None:

@@ -50,6 +50,17 @@ class StepsInFlight:
         """The step that was sent last; there must be one in flight."""
         return self._steps[-1]
 
+    def reaches(self) -> list[tuple[Request, int]]:
+        """Whom these steps compute who isn't over, and the most tokens that he has, promised and guessed ones included."""
+        reaches: dict[int, tuple[Request, int]] = {}
+        for step in self._steps:
+            for request, row in zip(step.requests, step.rows, strict=True):
+                if not request.is_finished:
+                    _, most = reaches.get(request.internal_id, (request, 0))
+                    num_known = max(request.num_tokens, request.num_scheduled_tokens) + len(step.drafts.get(row, ()))
+                    reaches[request.internal_id] = (request, max(most, num_known))
+        return list(reaches.values())
+
     def send(self, step: InFlightStep) -> None:
         assert step.step_id == self.last_sent_id + 1
         self.last_sent_id = step.step_id

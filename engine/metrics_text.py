@@ -37,6 +37,7 @@ COUNTERS = {
     "draft_tokens_total": "Guessed tokens that were computed (speculation).",
     "accepted_draft_tokens_total": "Guessed tokens that were right.",
     "worker_restarts_total": "Worker groups that ended, each followed by a new one.",
+    "requests_resumed_total": "Answers that had begun when their worker group ended, and went back to the queue.",
 }
 """The same for what only grows."""
 

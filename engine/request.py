@@ -176,6 +176,12 @@ class Request:
             b"%d:%d:%s" % (position, len(part), part) for position, part in self.cache_key_parts if start <= position < end
         )
 
+    def requeue(self) -> None:
+        """Back to the waiting queue with the tokens it has; whatever was in flight for it never returns."""
+        self.end_life()
+        self.num_steps_in_flight = 0
+        self.status = RequestStatus.WAITING
+
     def end_life(self) -> None:
         """Forget what belonged to the row; steps in flight still count, their output is still right."""
         self.row = NO_ROW

@@ -104,7 +104,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
-        """Queue a request; also one that an earlier epoch left unfinished, with the tokens it has.
+        """Queue a request; also one that was requeued or set aside, with the tokens it has, once nothing of it is in flight.
 
         Raises:
             RequestError: no room for one more token within max_model_len; the request is not queued.
@@ -115,16 +115,21 @@ class Scheduler:
                 f"at most {self.config.max_model_len - 1} leave room for a next one",
                 field="prompt_token_ids",
             )
-        assert request.num_prompt_tokens > 0 and not request.is_finished
+        assert request.num_prompt_tokens > 0 and request.status is RequestStatus.WAITING
+        assert not request.block_ids and not request.num_steps_in_flight
         assert request not in self._waiting and request not in self._running
         max_tokens = request.params.max_tokens
         request.max_num_tokens = self.config.max_model_len if max_tokens is None else min(
             self.config.max_model_len, request.num_prompt_tokens + max_tokens
         )
-        request.end_life()
-        request.num_steps_in_flight = 0
-        request.status = RequestStatus.WAITING
         self._waiting.push(request)
+
+    def set_aside(self, request: Request) -> None:
+        """Let go of a request that isn't over; output of its steps in flight is still right, and comes."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave(request)
+        self._waiting.discard(request)
+        request.status = RequestStatus.WAITING
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request from outside, in whatever state it is; once it is over this does nothing."""
@@ -133,6 +138,15 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self._running or self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing to do, and nothing in flight."""
+        return not (self._running or self._waiting or self._in_flight)
+
+    def unreturned(self) -> list[tuple[Request, int]]:
+        """Requests in steps in flight that are not over, each with how many tokens it has for all that is known or guessed."""
+        return self._in_flight.reaches()
 
     def unfinished(self) -> list[Request]:
         """All requests that are not over, in the order of the policy."""

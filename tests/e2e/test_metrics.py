@@ -67,7 +67,8 @@ def test_a_known_run_and_a_lost_worker(checkpoints: Checkpoints) -> None:
         assert shrunk(counters(between_epochs), counters(after)) == {}
         samples = parse(after)
         assert samples["brigade_worker_restarts_total"] == 1 and samples["brigade_ready"] == 1
-        assert samples["brigade_requests_finished_total", "reason=length"] == 4
+        assert samples["brigade_requests_resumed_total"] == 1
+        assert samples["brigade_requests_finished_total", "reason=length"] == 5
         assert samples["brigade_time_to_first_token_seconds_count"] == 6
         # A stage tells of itself once a second: the first epoch's seconds must be there in any case.
         raw.wait_for_stats(lambda stats: {"stage_0_busy_share", "stage_1_busy_share"} <= stats.keys(), 30)

@@ -75,6 +75,7 @@ class Harness:
         self._begin_epoch()
         self.worker.nan_requests, self.worker.key_parts = lost.nan_requests, lost.key_parts
         for request in unfinished:
+            request.requeue()
             self.scheduler.add(request)
         self.scheduler.check_books()
 

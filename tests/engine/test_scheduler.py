@@ -283,6 +283,7 @@ def test_unfinished_requests_go_on_in_the_next_epoch() -> None:
     later.told_prompt_logprobs = harness.told_prompt_logprobs
     assert any(r.output_token_ids for r in harness.requests)
     for request in harness.scheduler.unfinished():
+        request.requeue()
         later.scheduler.add(request)
     later.drain()
 
