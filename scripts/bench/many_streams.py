@@ -29,6 +29,9 @@ THROUGHPUT_BAR = 0.9
 """Of what the engine does under few streams."""
 
 DEADLINE_S = 600.0
+FILES_PER_CLIENT = 12
+"""Each has a ZeroMQ context of its own."""
+
 SPARE_FILES = 64
 
 
@@ -56,7 +59,7 @@ Ask = Callable[[int], Awaitable[list[int] | None]]
 @click.option("--few", type=click.IntRange(1), default=64, help="Streams that are open at once for comparison.")
 @click.option("--tokens", type=click.IntRange(1), default=16, help="Of each answer.")
 @click.option("--pp", type=click.IntRange(1), default=2, help="Stages.")
-@click.option("--files", type=click.IntRange(256), default=4096, help="Limit of open files, of this process and the engine's.")
+@click.option("--files", type=click.IntRange(256), default=4096, help="Limit of open files of each of the engine's processes.")
 @click.option("--flag", "flags", multiple=True, help="One more word for `brigade serve`; repeatable.")
 @click.option("--bar", type=float, default=THROUGHPUT_BAR, help="Least share of the throughput under few streams.")
 @script_options
@@ -65,12 +68,14 @@ def command(
     rounds: int, json_path: str | None, check: bool,
 ) -> None:  # fmt: skip
     """Print how streams ended, and tokens per second beside those under few streams."""
-    if streams + 4 * clients + SPARE_FILES > files:
-        fail(f"{streams} connections and {clients} clients don't fit under {files} files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if streams + FILES_PER_CLIENT * clients + SPARE_FILES > most_files:
+        fail(f"{streams} connections and {clients} clients don't fit under the {most_files} files that this process may have")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most_files))  # the engine inherits it
     words = [model, "--pp", str(pp), "--http", "127.0.0.1:0", "--dtype", "float32", "--max-num-seqs", str(few), *flags]
     try:
         with Engine(words) as engine:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
             found = engine.first_match(URL)
             if found is None:
                 raise PeerLost("the ready line does not say where HTTP is served")

@@ -1,10 +1,7 @@
 """Who ends when whom dies, what a terminal's Ctrl-C does, who listens where, and restarts (P2 P3, number 9)."""
 
 import os
-import re
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.e2e.compare import check_against
 from tests.e2e.conftest import TinyOracle
-from tests.e2e.harness import GONE_S, Engine, EnginePool, serve, start, wait_for_end
+from tests.e2e.harness import GONE_S, Engine, serve, start, wait_for_end
 from tests.e2e.raw import RawClient, Stream
 from tests.e2e.test_parity import FLAGS
 from tests.oracle import Excused
