@@ -112,7 +112,7 @@ def test_p12_number_4_two_thousand_streams_under_a_limit_of_files(checkpoints: C
 def test_p13_who_reads_nothing_slows_nobody_and_loses_nothing(
     silent_s: int, most_slowdown: float | None, guarded_engine: Engine
 ) -> None:
-    """50 streams of a raw client, and 10 over HTTP, whose readers sleep, beside a normal client."""
+    """50 streams of a raw client, and 5 over HTTP, whose readers sleep, beside a normal client."""
     engine = guarded_engine
     core, server = core_of(engine), server_of(engine)
 
@@ -129,22 +129,22 @@ def test_p13_who_reads_nothing_slows_nobody_and_loses_nothing(
         return [client.submit([5, 6, i + 10], max_tokens=200, temperature=0, ignore_eos=True) for i in range(count)]
 
     reading = RawClient(engine.address)
-    streams = load(reading, 60)
+    streams = load(reading, 55)
     with ThreadPoolExecutor(1) as pool:
         is_read = pool.submit(reading.wait, streams, 120)  # type: ignore[arg-type]
         normal = p95(min(silent_s, 3))
         is_read.result()
     reading.close()
     memory = [process.memory_info().rss for process in (core, server)]
-    body = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 20}
     with ExitStack() as stack:
         silent = RawClient(engine.address)
         stack.callback(silent.close)
         streams = load(silent, 50)
         peers = []
-        for _ in range(10):
+        for _ in range(5):
             peer = stack.enter_context(socket.create_connection(host_and_port(url_of(engine)), timeout=60))
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
             content = json.dumps(body).encode()
             peer.sendall(post_head("/v1/completions", len(content), "connection: close") + content)
             peers.append(peer)
@@ -239,8 +239,10 @@ def test_p15_health_never_lies_under_bad_requests_and_disconnects(
                     assert http.post("/v1/completions", content=body).status_code == 400
                 with socket.create_connection(host_and_port(url_of(engine)), timeout=10) as peer:
                     content = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "stream": true}'
-                    peer.sendall((post_head("/v1/completions", len(content)) + content)[: draw.choice((30, 150, 1000))])
-                    peer.recv(draw.choice((1, 500))) if draw.random() < 0.2 else None
+                    size = draw.choice((30, 150, 1000))
+                    peer.sendall((post_head("/v1/completions", len(content)) + content)[:size])
+                    if size == 1000 and draw.random() < 0.4:
+                        peer.recv(500)
                     if draw.random() < 0.5:
                         reset(peer)
                 raw.send_frames([draw.randbytes(draw.randrange(1, 60)) for _ in range(draw.randrange(1, 6))])

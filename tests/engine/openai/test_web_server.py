@@ -81,12 +81,12 @@ def test_p13_who_stops_reading_loses_its_connection_and_its_request_ends(
     piece = text_ids("x" * 5_000)
 
     def never_end(core: FakeCore, client: bytes, request: AddRequest) -> None:
-        for count in range(1, 101):
+        for count in range(1, 201):
             core.output(client, request.request_id, piece, num_prompt_tokens=1, num_output_tokens=count * len(piece), seed=0)
 
     with FakeCore(info=info, reply=never_end) as core, serving(core.address) as url:
         host, port = url.removeprefix("http://").split(":")
-        body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
+        body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000, "return_token_ids": true}'
         with socket.socket() as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             peer.settimeout(20)
