@@ -192,7 +192,7 @@ class EngineCore:
         possible = (
             self._drain_deadline, self._agent_deadline, self._executor.deadline(), self._deadlines.nearest(),
             self._timelines.deadline(),
-            self._grammars.deadline(), self._http.deadline(),
+            self._grammars.deadline(), self._http.deadline(), self._gateway.deadline(),
         )
         deadlines = [deadline for deadline in possible if deadline is not None]
         return None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
@@ -518,7 +518,8 @@ class EngineCore:
             self._withdraw(request, "abort")
             self._close(request, "disconnect")
         if gone:
-            logger.info("a client is gone; %d of its requests were ended", len(gone))
+            self._gateway.end_lost(client, dict.fromkeys(request.request_id for request in gone))
+            logger.info("a client is gone or does not read; %d of its requests were ended", len(gone))
         self._waiting_to_attach.discard(client)
 
     # ------------------------------------------------------------------------------------------ information

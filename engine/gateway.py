@@ -6,14 +6,16 @@ it; a client that can't be reached any more has its requests aborted.
 
 import logging
 import socket
+import time
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
 from engine.request import ClientId, Request
+from engine.unsent import LastWords, Unsent, traceable
 from ipc.channel import MAX_PER_TURN, open_socket, receive_now
 from ipc.codec import MAX_CLIENT_HEAD_BYTES, Frame, decode, encode, request_id_of
 from ipc.endpoints import DEFAULT_LISTEN
@@ -67,7 +69,12 @@ class Gateway:
         """Messages that were turned away, by the code of the answer."""
         self._context = context
         self._core_id = core_id
-        self._lost: set[ClientId] = set()
+        self._lost: dict[ClientId, int] = {}
+        """With the error that told."""
+        self._stalled: set[ClientId] = set()
+        """Of those that ``take_lost`` gave last: who is there, and does not read."""
+        self._unsent = Unsent()
+        self._last_words = LastWords(time.monotonic)
         self._updates: dict[ClientId, _Updates] = {}
         self._max_frame_bytes = max(1 << 20, 16 * max_prompt_tokens)
 
@@ -114,8 +121,18 @@ class Gateway:
                     self.refuse(client, request_id_of(rest), error)
 
     def send(self, client: ClientId, message: ToClient) -> None:
-        """Queue a message; a client that is gone or takes nothing is remembered as lost."""
-        self.send_frames(client, encode(message))
+        """Queue a message; a client that is gone or takes nothing is remembered as lost.
+
+        One that takes nothing gets an error for what it missed the end of, as soon as it has room.
+        """
+        frames = encode(message)
+        error = self.send_frames(client, frames)
+        if error != zmq.EAGAIN:
+            return
+        if isinstance(message, RequestFailed):
+            self._last_words.owe(client, message.request_id, frames)
+        elif isinstance(message, RequestOutput) and message.finish_reason is not None:
+            self._owe_end(client, message.request_id)
 
     def update(self, request: Request, new_token_ids: list[int]) -> None:
         """Tell of tokens, together with others of the same step: at the next ``send_updates``."""
@@ -141,14 +158,15 @@ class Gateway:
             ))
         self._updates.clear()
 
-    def send_frames(self, client: ClientId, frames: list[Frame]) -> None:
-        """The same for frames that many clients share: big ones are queued without a copy for each."""
-        try:
-            self.sockets[client.listener].send_multipart([client.identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self._lost.add(client)
+    def send_frames(self, client: ClientId, frames: list[Frame]) -> int:
+        """The same for frames that many clients share: big ones are queued without a copy for each.
+
+        Returns 0, or why they could not be queued: EAGAIN for a client with too much to read, EHOSTUNREACH for one that is gone.
+        """
+        error = self._lost.get(client) or self._queue_up(client, frames)
+        if error:
+            self._lost[client] = error
+        return error
 
     def refuse(self, client: ClientId, request_id: str, error: RequestError) -> None:
         """Queue the error with which a message is turned away."""
@@ -165,16 +183,47 @@ class Gateway:
             field=error.field,
         ))
 
+    def end_lost(self, client: ClientId, request_ids: Iterable[str]) -> None:
+        """Let a client that does not read know, once it does, that these were ended."""
+        if client in self._stalled:
+            for request_id in request_ids:
+                self._owe_end(client, request_id)
+
+    def deadline(self) -> float | None:
+        """When ``take_lost`` should be called at the latest."""
+        return self._last_words.deadline()
+
     def take_lost(self) -> set[ClientId]:
-        """Clients that could not be reached since the last call."""
-        lost, self._lost = self._lost, set()
-        return lost
+        """Clients that could not be reached since the last call; those that had no room are tried again meanwhile."""
+        self._last_words.retry(self._queue_up)
+        lost, self._lost = self._lost, {}
+        self._stalled = {client for client, error in lost.items() if error == zmq.EAGAIN}
+        return set(lost)
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets; what is queued may still leave for ``linger_ms``."""
         for router in self.sockets:
             router.close(linger_ms)
         self.sockets.clear()
+
+    def _queue_up(self, client: ClientId, frames: list[Frame]) -> int:
+        if not self._unsent.has_room(client):
+            return int(zmq.EAGAIN)
+        sent = traceable(frames)
+        try:
+            self.sockets[client.listener].send_multipart([client.identity, *sent], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return int(error.errno)
+        self._unsent.add(client, sent)
+        return 0
+
+    def _owe_end(self, client: ClientId, request_id: str) -> None:
+        reason = "the client did not take its outputs; the request was ended"
+        self._last_words.owe(client, request_id, encode(
+            RequestFailed(core_id=self._core_id, request_id=request_id, code="unavailable", reason=reason)
+        ))  # fmt: skip
 
     def _bind(self, address: str) -> None:
         if address.startswith("ipc://"):

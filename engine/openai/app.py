@@ -75,15 +75,15 @@ class Server:
         self._known_form: tuple[AsyncClient, CallForm] | None = None
         self.api = self._make_api()
         """Its routes alone, for the OpenAPI document."""
+        self.gate = Gate(self.api, api_keys=settings.api_keys)
 
     @property
     def app(self) -> App:
         """With all that stands before the routes."""
-        app: App = Gate(self.api, api_keys=self._settings.api_keys)
         if not self._settings.cors_origins:
-            return app
+            return self.gate
         return CORSMiddleware(
-            app,
+            self.gate,
             allow_origins=self._settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )  # fmt: skip

@@ -1,5 +1,7 @@
-"""What every request passes first: its id, the limits of headers, and the API key."""
+"""What every request passes first: its id, the limits of headers, the API key, and whether there is still service."""
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -32,6 +34,20 @@ class Gate:
     def __init__(self, app: App, *, api_keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._is_closed = False
+        self._num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def close(self) -> None:
+        """Let nobody in any more: 503, also for the question about health. Whoever is inside may finish."""
+        self._is_closed = True
+
+    async def wait_empty(self, timeout_s: float) -> None:
+        """Until nobody is inside, or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,16 +67,24 @@ class Gate:
         if error is not None:
             await send_error(error, send_with_id)
             return
+        self._num_inside += 1
+        self._is_empty.clear()
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - starlette answers it, then raises it again, which would end the connection
             log.debug("request %s failed: %r", request_id.decode(), error)
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._is_empty.set()
 
     def _refusal(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             rule = f"at most {MAX_HEADERS} with {MAX_HEADER_BYTES} bytes in all are allowed"
             return ApiError(431, f"{len(headers)} headers with {size} bytes; {rule}", code="headers_too_large")
+        if self._is_closed:
+            return ApiError(503, "the server is shutting down; send it to another one", code="engine_unavailable")
         if not self._keys or scope["path"] in _OPEN_PATHS:
             return None
         scheme, _, key = next((value for name, value in headers if name == b"authorization"), b"").partition(b" ")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -94,7 +95,18 @@ _TAGGED = {"response_format"}
 
 def _shown(value: Any) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(_beginning(value), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(type(value).__name__)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def _beginning(value: Any) -> Any:
+    """At least as much as is shown: a million entries are not written to be cut."""
+    if isinstance(value, str):
+        return value[:MAX_SHOWN]
+    if isinstance(value, list):
+        return [_beginning(one) for one in value[:MAX_SHOWN]]
+    if isinstance(value, dict):
+        return {key[:MAX_SHOWN]: _beginning(one) for key, one in islice(value.items(), MAX_SHOWN)}
+    return value

@@ -41,7 +41,7 @@ async def serve(
     on_up: Callable[[], None],
     is_orphan: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Until a signal; open requests may then finish. ``on_up`` is called once requests are answered.
+    """Until a signal; open requests may then finish, new ones get 503 meanwhile. ``on_up`` is called once requests are answered.
 
     Raises:
         PeerLost, ConfigError, RequestError: the engine can't be attached to.
@@ -52,11 +52,23 @@ async def serve(
     web = WebServer(server.app)
     attaching = asyncio.create_task(link.attach(attach_timeout_s))
 
+    stopping: list[asyncio.Task[None]] = []
+
+    async def drain(patience_s: float) -> None:
+        """New requests are still answered, with 503, as long as others go on: a refused connection may be anything."""
+        await server.gate.wait_empty(patience_s)
+        await link.aclose()
+        web.stop(LAST_ANSWERS_S)
+
     def stop() -> None:
         attaching.cancel()
-        patience_s = 0.0 if is_orphan() else drain_timeout_s
-        loop.call_later(patience_s, lambda: loop.create_task(link.aclose()))
-        web.stop(patience_s + LAST_ANSWERS_S)
+        server.gate.close()
+        if stopping:
+            stopping[0].cancel()
+            web.stop(0)
+            web.stop(0)
+        else:
+            stopping.append(loop.create_task(drain(0.0 if is_orphan() else drain_timeout_s)))
         if is_orphan():
             loop.call_later(ORPHAN_S, os._exit, 1)
 

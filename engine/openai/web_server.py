@@ -20,15 +20,34 @@ REQUEST_S = 60.0
 """In which a request must have come whole, headers and body, so that who dribbles holds no connection for long."""
 
 
+STALLED_S = 120.0
+"""In which a client must have taken what is ready for it: who reads nothing holds no answer for ever."""
+
+
 class Protocol(H11Protocol):
-    """What is no HTTP at all, and what does not come whole in time, is answered with JSON too."""
+    """What is no HTTP at all, and what does not come whole in time, is answered with JSON too.
+
+    A client that stops reading stops its answer once the kernel's buffers are full, and loses its connection after a while.
+    """
 
     _arriving: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request is awaited."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that writing pauses whenever something is left unsent
         self._watch_arrival()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """All was taken."""
+        super().resume_writing()
+        self._stop_stall_watch()
 
     def data_received(self, data: bytes) -> None:
         """A piece of a request, a whole one, or more."""
@@ -39,6 +58,7 @@ class Protocol(H11Protocol):
         """Nothing more is awaited."""
         super().connection_lost(exc)
         self._stop_watch()
+        self._stop_stall_watch()
 
     def send_400_response(self, msg: str) -> None:
         """End the connection with an error."""
@@ -55,6 +75,11 @@ class Protocol(H11Protocol):
         if self._arriving is not None:
             self._arriving.cancel()
             self._arriving = None
+
+    def _stop_stall_watch(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _end_late(self) -> None:
         is_silent = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]

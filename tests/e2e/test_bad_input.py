@@ -3,10 +3,13 @@
 import math
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import msgpack
 import pytest
 
@@ -19,6 +22,7 @@ from tests.e2e.compare import check_against, check_stream, greedy_params
 from tests.e2e.conftest import TinyOracle
 from tests.e2e.harness import Engine, EnginePool, start
 from tests.e2e.raw import RawClient, Stream, add_request_frames
+from tests.e2e.test_http_cases import url_of
 from tests.oracle import Excused, Greedy
 
 pytestmark = pytest.mark.e2e
@@ -260,19 +264,30 @@ def test_bad_values_through_the_client(engine: Engine, beside: Callable[[], None
         assert next(iter(client.generate([5], SamplingParams(max_tokens=1, temperature=0)))).token_ids
 
 
-def test_a_full_queue_refuses_at_once(
+def test_k12_a_full_queue_gives_each_request_its_one_answer(
     checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused]
 ) -> None:
-    flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--num-kv-blocks", "64")
+    """One runs and one may wait; twelve at once from two clients, and as many over HTTP, each hear of theirs in time."""
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--num-kv-blocks", "64", "--http", "127.0.0.1:0")
     engine = start(checkpoints.fx_r, pp=1, flags=flags)
     try:
-        client = engine.wait_ready().raw
-        streams = [client.submit([5, 6, i + 7], max_tokens=150, ignore_eos=True) for i in range(12)]
-        client.pump_until(lambda: sum(s.failed is not None for s in streams) >= 9, 30, lambda: "not refused")
-        client.wait(streams, 60)
-        assert sum(s.finish_reason == "length" for s in streams) == 3
+        clients = [engine.wait_ready().raw, RawClient(engine.address)]
+        streams = [client.submit([5, 6, i + 7], max_tokens=300, ignore_eos=True) for i in range(6) for client in clients]
+        began = time.monotonic()
+        for client, own in zip(clients, (streams[::2], streams[1::2]), strict=True):
+            client.pump_until(lambda own=own: sum(s.is_over for s in own) >= 4, 5, lambda: "no refusal")  # type: ignore[misc]
+        assert time.monotonic() - began < 5
+        with ThreadPoolExecutor(12) as pool:
+            body = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
+            posts = [pool.submit(httpx.post, f"{url_of(engine)}/v1/completions", json=body, timeout=60) for _ in range(12)]
+            statuses = sorted(one.result().status_code for one in posts)
+        assert set(statuses) <= {200, 429} and 429 in statuses, statuses
+        for client, own in zip(clients, (streams[::2], streams[1::2]), strict=True):
+            client.wait(own, 60)
+        assert sum(s.finish_reason == "length" for s in streams) == 2 and all(s.num_finals == 1 for s in streams)
         assert {s.failed.code for s in streams if s.failed is not None} == {"overloaded"}
-        excused += check_against(client, tiny_oracle.expect(51, [9], 8), concurrency=1)
+        clients[1].close()
+        excused += check_against(clients[0], tiny_oracle.expect(51, [9], 8), concurrency=1)
         engine.settle()
         engine.stop()
     finally:

@@ -78,18 +78,32 @@ def test_p2_the_server_ends_with_its_parents_however_they_die(checkpoints: Check
         engine.kill()
 
 
-def test_sigterm_lets_open_requests_finish_and_takes_no_more(checkpoints: Checkpoints) -> None:
-    engine = start(checkpoints.fx_r, pp=1, flags=("--http", "127.0.0.1:0", "--drain-timeout", "100"))
+def test_p5_sigterm_lets_open_requests_finish_and_refuses_more(checkpoints: Checkpoints) -> None:
+    """Four streams go on to their end; whoever comes meanwhile is told so, through both front doors."""
+    flags = ("--http", "127.0.0.1:0", "--drain-timeout", "100", "--num-kv-blocks", "512")
+    engine = start(checkpoints.fx_r, pp=1, flags=flags)
+    body = {**LONG, "max_tokens": 600}
     try:
         engine.wait_ready()
         url = url_of(engine)
-        with ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 60}, timeout=60)
-            streamed = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 60, "stream": True}, timeout=60)
-            engine.raw.wait_for_stats(lambda s: s["requests_running"] == 2, 20)
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [body, *[{**body, "stream": True, "stream_options": {"include_usage": True}}] * 3]
+            posts = [pool.submit(httpx.post, f"{url}/v1/completions", json=one, timeout=60) for one in bodies]
+            engine.raw.wait_for_stats(lambda s: s["requests_running"] == 4, 20)
             engine.launchers[0].send_signal(signal.SIGTERM)
-            assert whole.result().json()["usage"]["completion_tokens"] == 60
-            assert streamed.result().text.endswith("data: [DONE]\n\n")
+            while (late := engine.raw.submit([5, 6], max_tokens=1)) and not engine.raw.wait([late], 20) and late.failed is None:
+                continue
+            assert late.failed is not None and late.failed.code == "unavailable"
+            while (refused := httpx.get(f"{url}/health", timeout=20)).status_code == 200:
+                continue
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=20)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_unavailable"
+            assert not any(post.done() for post in posts), "the streams were too short to be drained"
+            whole, *streamed = [post.result() for post in posts]
+        assert whole.json()["usage"]["completion_tokens"] == 600
+        for one in streamed:
+            assert '"completion_tokens":600' in one.text and one.text.endswith("data: [DONE]\n\n")
         engine.stop()
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/health")
@@ -97,16 +111,25 @@ def test_sigterm_lets_open_requests_finish_and_takes_no_more(checkpoints: Checkp
         engine.kill()
 
 
-def test_a_drain_that_takes_too_long_ends_requests_with_503(checkpoints: Checkpoints) -> None:
-    engine = start(checkpoints.fx_r, pp=1, flags=("--http", "127.0.0.1:0", "--drain-timeout", "0"))
+@pytest.mark.parametrize("drain_s", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_p5_a_drain_that_takes_too_long_ends_requests_with_503(drain_s: int, checkpoints: Checkpoints) -> None:
+    """Also in the middle of a stream: its last event is the error. Meanwhile new ones keep coming, and hold nothing up."""
+    flags = ("--http", "127.0.0.1:0", "--drain-timeout", str(drain_s), "--num-kv-blocks", "512")
+    engine = start(checkpoints.fx_r, pp=1, flags=flags)
+    endless = {**LONG, "prompt": ["x"] * 16, "n": 4}
     try:
         engine.wait_ready()
         url = url_of(engine)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=60)
-            engine.raw.wait_for_stats(lambda s: s["requests_running"] == 1, 20)
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=endless, timeout=60)
+            streamed = pool.submit(httpx.post, f"{url}/v1/completions", json={**endless, "stream": True}, timeout=60)
+            engine.raw.wait_for_stats(lambda s: s["requests_running"] >= 100 and s["generation_tokens_total"] > 200, 20)
             engine.launchers[0].send_signal(signal.SIGTERM)
-            assert asked.result().status_code == 503 and asked.result().json()["error"]["code"] == "engine_unavailable"
+            began = time.monotonic()
+            assert whole.result().status_code == 503 and whole.result().json()["error"]["code"] == "engine_unavailable"
+            *_, last, done, _ = streamed.result().text.split("\n\n")
+            assert '"engine_unavailable"' in last and done == "data: [DONE]"
+            assert drain_s - 0.5 < time.monotonic() - began < drain_s + 2
         engine.stop()
     finally:
         engine.kill()

@@ -1,17 +1,18 @@
 """Cached beginnings against the real model: the same ids and log probabilities, cold, warm and after any churn.
 
-Cases C9, C10, K14 and K15 of the list of faults.
+Cases C9, C10, K14, K15 and X7 of the list of faults.
 """
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import Checkpoints
 from tests.e2e.compare import check_stream, greedy_params
 from tests.e2e.conftest import TinyOracle, random_prompt
-from tests.e2e.harness import Engine, EnginePool
+from tests.e2e.harness import ROOT, Engine, EnginePool, serve
 from tests.e2e.raw import RawClient, Stream, positions
 from tests.oracle import Excused, Greedy
 
@@ -183,3 +184,25 @@ def test_prompt_logprobs_are_complete_on_a_warm_cache(
     right = tiny_oracle.oracle.logprobs(expected.prompt)
     for index, position in enumerate(told):
         assert abs(position.logprob - float(right[index][position.token_id])) < 1e-3
+
+
+def test_x7_a_constant_hash_gives_right_answers(
+    checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused], tmp_path: Path
+) -> None:
+    """Prompts that differ in their first, middle or last block only, cold and warm. Python's own hash differs in each process."""
+    log = tmp_path / "log"
+    env = {"PYTHONPATH": f"{Path(__file__).parent / 'constant_hash'}:{ROOT}", "BRIGADE_HASH_LOG": str(log)}
+    draw = random.Random(7)
+    start = random_prompt(draw, 4 * BLOCK + 3)
+    prompts = [start]
+    for place in (0, BLOCK, 2 * BLOCK + 5, 4 * BLOCK - 1, 4 * BLOCK + 1):
+        other = list(start)
+        other[place] += 1 if other[place] < 511 else -1
+        prompts.append(other)
+    prompts.append(start[BLOCK:] + start[:BLOCK])
+    expected = [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    with serve(checkpoints.fx_r, pp=1, flags=ROOMY, env=env) as engine:
+        assert log.read_text() == "constant\n"
+        cold = run_each(engine.raw, expected, excused)
+        assert_same(cold, run_each(engine.raw, expected, excused, concurrency=3))
+        assert hits(engine.raw) > 4 * BLOCK * len(prompts), "the cache was not used"

@@ -44,8 +44,8 @@ def found(cache: PrefixCache, numbers: list[int], *, extras: dict[int, bytes] | 
 
 
 @pytest.mark.parametrize("hash_block", [None, constant])
-def test_only_equal_beginnings_are_found(hash_block: HashFunction | None) -> None:
-    """x7: also when every hash collides."""
+def test_x7_only_equal_beginnings_are_found(hash_block: HashFunction | None) -> None:
+    """Also when every hash collides."""
     cache = make_cache(16, hash_block=hash_block)
     first = publish(cache, [1, 2, 3])
     second = publish(cache, [2, 2, 3])

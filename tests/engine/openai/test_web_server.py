@@ -1,4 +1,4 @@
-"""What becomes of connections whose requests don't come, or come in dribs and drabs?"""
+"""What becomes of connections whose requests don't come, or come in dribs and drabs, and of those that nobody reads?"""
 
 import json
 import socket
@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from engine.openai import web_server
-from tests.fake_core import FakeCore, stay_silent
+from engine.text.sources import read_text_files
+from ipc.messages import AbortRequest, AddRequest
+from tests.conftest import Checkpoints
+from tests.fake_core import FakeCore, model_info, stay_silent
 from tests.http_server import DEADLINE_S, serving
+from tests.tiny import text_ids
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
 WHOLE = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -66,3 +70,28 @@ def until_closed(connection: socket.socket) -> bytes:
     while piece := connection.recv(1 << 16):
         found += piece
     return found
+
+
+def test_p13_who_stops_reading_loses_its_connection_and_its_request_ends(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_server, "STALLED_S", 0.3)
+    files = read_text_files(checkpoints.fx_r)
+    info = model_info(tokenizer=files.tokenizer, tokenizer_config=files.tokenizer_config, max_model_len=2048)
+    piece = text_ids("x" * 5_000)
+
+    def never_end(core: FakeCore, client: bytes, request: AddRequest) -> None:
+        for count in range(1, 201):
+            core.output(client, request.request_id, piece, num_prompt_tokens=1, num_output_tokens=count * len(piece), seed=0)
+
+    with FakeCore(info=info, reply=never_end) as core, serving(core.address) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000, "return_token_ids": true}'
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.settimeout(20)
+            peer.connect((host, int(port)))
+            peer.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            _, added = core.next(AddRequest)
+            _, aborted = core.next(AbortRequest)
+            assert aborted.request_id == added.request_id
