@@ -37,6 +37,7 @@ COUNTERS = {
     "draft_tokens_total": "Guessed tokens that were computed (speculation).",
     "accepted_draft_tokens_total": "Guessed tokens that were right.",
     "worker_restarts_total": "Worker groups that ended, each followed by a new one.",
+    "connections_refused_total": "Handshakes of clients whose key is not among --client-keys.",
 }
 """The same for what only grows."""
 
