@@ -16,7 +16,13 @@ from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import PeerLost
 from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
+from ipc.security import KeySource
 from ipc.views import RequestsReply
+
+
+class _Keys(NamedTuple):
+    server_key: KeySource | None
+    client_key: KeySource | None
 
 
 class _Attachment(NamedTuple):
@@ -38,12 +44,23 @@ class AsyncClient:
 
     When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
     given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
+
+    An engine that was started with ``--server-key`` is reached with ``server_key``, its public key or the file of it, and
+    ``client_key``, the file of a secret key that it lets in. Where they are not given, BRIGADE_SERVER_KEY and
+    BRIGADE_CLIENT_KEY say them.
     """
 
     def __init__(
-        self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S, reconnect_s: float | None = None
+        self,
+        addr: str = DEFAULT_LISTEN,
+        *,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        reconnect_s: float | None = None,
+        server_key: KeySource | None = None,
+        client_key: KeySource | None = None,
     ) -> None:
         self._addr = addr
+        self._keys = _Keys(server_key, client_key)
         self._timeout_s = check_timeout(timeout_s)
         self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
         self._attaching = asyncio.Lock()
@@ -55,12 +72,12 @@ class AsyncClient:
 
         Raises:
             PeerLost: no engine answered at ``addr`` within ``timeout_s``.
-            ConfigError: its tokenizer is not one that this version can read.
+            ConfigError: its tokenizer is not one that this version can read, or a key can't be used.
             RequestError: ``addr`` is not an address.
         """
         async with self._attaching:
             if self._attachment is None:
-                self._attachment = await _attach(self._addr, self._timeout_s)
+                self._attachment = await _attach(self._addr, self._timeout_s, self._keys)
         return self
 
     async def __aenter__(self) -> "AsyncClient":
@@ -239,7 +256,7 @@ class AsyncClient:
             async with self._attaching:
                 if self._may_reattach():
                     assert self._reconnect_s is not None
-                    self._attachment = await _attach(self._addr, self._reconnect_s)
+                    self._attachment = await _attach(self._addr, self._reconnect_s, self._keys)
                     if self._is_closed:
                         await self._attachment.tokens.aclose()
         return self._attachment_now()
@@ -277,8 +294,8 @@ class AsyncClient:
         return AsyncGeneration(request_id, send(self._attachment_now()), find_and_send)
 
 
-async def _attach(addr: str, timeout_s: float) -> _Attachment:
-    tokens = AsyncTokenClient(addr, timeout_s=timeout_s)
+async def _attach(addr: str, timeout_s: float, keys: _Keys) -> _Attachment:
+    tokens = AsyncTokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
     model = await tokens.attach()
     try:
         return _Attachment(tokens, await asyncio.to_thread(TextSide, model))  # parsing takes a while

@@ -15,7 +15,13 @@ from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
+from ipc.security import KeySource
 from ipc.views import RequestsReply
+
+
+class _Keys(NamedTuple):
+    server_key: KeySource | None
+    client_key: KeySource | None
 
 
 class _Attachment(NamedTuple):
@@ -33,20 +39,31 @@ class Client:
     When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
     given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
 
+    An engine that was started with ``--server-key`` is reached with ``server_key``, its public key or the file of it, and
+    ``client_key``, the file of a secret key that it lets in. Where they are not given, BRIGADE_SERVER_KEY and
+    BRIGADE_CLIENT_KEY say them.
+
     Raises:
         PeerLost: no engine answered at ``addr`` within ``timeout_s``.
-        ConfigError: its tokenizer is not one that this version can read.
+        ConfigError: its tokenizer is not one that this version can read, or a key can't be used.
         RequestError: ``addr`` is not an address, or one of the two not a time to wait.
     """
 
     def __init__(
-        self, addr: str = DEFAULT_LISTEN, *, timeout_s: float = ATTACH_TIMEOUT_S, reconnect_s: float | None = None
+        self,
+        addr: str = DEFAULT_LISTEN,
+        *,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        reconnect_s: float | None = None,
+        server_key: KeySource | None = None,
+        client_key: KeySource | None = None,
     ) -> None:
         self._addr = addr
+        self._keys = _Keys(server_key, client_key)
         self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
         self._reconnecting = threading.Lock()
         self._is_closed = False
-        self._attachment = _attach(addr, timeout_s)
+        self._attachment = _attach(addr, timeout_s, self._keys)
 
     def __enter__(self) -> "Client":
         return self
@@ -226,7 +243,7 @@ class Client:
         with self._reconnecting:
             if self._attachment.tokens.is_lost and not self._is_closed:
                 self._attachment.tokens.close()
-                self._attachment = _attach(self._addr, self._reconnect_s)
+                self._attachment = _attach(self._addr, self._reconnect_s, self._keys)
             if self._is_closed:
                 self._attachment.tokens.close()
             return self._attachment
@@ -254,8 +271,8 @@ class Client:
         return Generation(stream, answers)
 
 
-def _attach(addr: str, timeout_s: float) -> _Attachment:
-    tokens = TokenClient(addr, timeout_s=timeout_s)
+def _attach(addr: str, timeout_s: float, keys: _Keys) -> _Attachment:
+    tokens = TokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
     try:
         return _Attachment(tokens, TextSide(tokens.model))
     except BaseException:

@@ -10,6 +10,7 @@ from engine.openai.settings import HttpSettings
 from engine.pacing import PREFILL_SHARE
 from engine.policies import SchedulingPolicy
 from ipc.errors import ConfigError
+from ipc.security import ServerSecurity
 
 MAX_LOOKUP_TOKENS = 16
 """Drafts stay within a KV block, which has this many tokens by default."""
@@ -30,6 +31,8 @@ class CoreConfig:
     """Several agents: the address under which other machines reach this one; None keeps the core off the network."""
     listen: tuple[str, ...] = ()
     """Client addresses; empty means the default one if it is free, else a free port."""
+    security: ServerSecurity | None = None
+    """Of tcp client addresses; None for none."""
     error_file: str | None = None
     """Where the launcher looks for the cause when the engine gives up."""
 
@@ -80,6 +83,8 @@ class CoreConfig:
     def __post_init__(self) -> None:
         if isinstance(self.http, Mapping):
             object.__setattr__(self, "http", HttpSettings(**self.http))
+        if isinstance(self.security, Mapping):
+            object.__setattr__(self, "security", ServerSecurity(**self.security))
         rules = (
             ("--block-size", self.block_size, self.block_size > 0 and not self.block_size & (self.block_size - 1),
              "must be a power of two"),

@@ -77,7 +77,9 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self._defaults = sampling_defaults(files.generation_config, config.generation_config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gateway = Gateway(self._context, core_id=self._core_id, max_prompt_tokens=config.model_max_len)
+        self._gateway = Gateway(
+            self._context, core_id=self._core_id, max_prompt_tokens=config.model_max_len, security=config.security
+        )
         self._gateway.listen(config.listen)
         self._http = http_child_of(config, self._gateway)
         self.worker_address = ""
@@ -126,7 +128,7 @@ class EngineCore:
         """Serve until the agent is gone; returns the exit code."""
         self._watch_signals()
         self._defaults.log()
-        for source in (*self._gateway.sockets, self._worker_socket, self._agent, self._wakeup, self._grammars.fd, self._http.fd):
+        for source in (*self._gateway.sources, self._worker_socket, self._agent, self._wakeup, self._grammars.fd, self._http.fd):
             self._poller.register(source, zmq.POLLIN)
         self._http.start()
         exit_code = 0
@@ -585,6 +587,7 @@ class EngineCore:
             "requests_resumed_total": self._recovery.num_resumed,
             **self._metrics.values(stats, reports, num_outside=self._recovery.num_held + self._open.num_held),
             **{f"requests_refused_total_{code}": count for code, count in self._gateway.num_refused.items()},
+            "connections_refused_total": self._gateway.num_strangers,
         }
         if stats is not None:
             values |= {f"cost_{name}": value for name, value in asdict(self._costs.coefficients).items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import zmq
 
+from engine.allow_list import AllowList
 from engine.request import ClientId, Request
 from engine.unsent import LastWords, Unsent, traceable
 from ipc.channel import MAX_PER_TURN, open_socket, receive_now
@@ -31,6 +32,7 @@ from ipc.messages import (
     TimelineReply,
     TokenUpdates,
 )
+from ipc.security import ServerSecurity
 from ipc.views import RequestsReply
 
 logger = logging.getLogger(__name__)
@@ -59,14 +61,26 @@ class FromClient:
 class Gateway:
     """Owns the listening sockets."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, core_id: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        *,
+        core_id: int,
+        max_prompt_tokens: int,
+        security: ServerSecurity | None = None,
+    ) -> None:
         """Prompts up to some times ``max_prompt_tokens`` are read, so that they can be refused with their length; a peer
-        that sends bigger frames is disconnected.
+        that sends bigger frames is disconnected. ``security`` is that of every tcp address.
         """
         self.sockets: list[zmq.Socket[bytes]] = []
         self.addresses: list[str] = []
         self.num_refused = Counter(dict.fromkeys(REFUSAL_CODES, 0))
         """Messages that were turned away, by the code of the answer."""
+        self._security = security
+        self.allow_list: AllowList | None = None
+        """Of client keys. Its socket belongs to those that the loop polls."""
+        if security is not None and security.client_keys is not None:
+            self.allow_list = AllowList(context, security.client_keys)
         self._context = context
         self._core_id = core_id
         self._lost: dict[ClientId, int] = {}
@@ -103,6 +117,8 @@ class Gateway:
         """What arrived on sockets that are ``ready`` and could be understood, one by one and not more than a share of a
         turn; the rest of it is answered with an error.
         """
+        if self.allow_list is not None and self.allow_list.socket in ready:
+            self.allow_list.answer()
         for listener, router in enumerate(self.sockets):
             if router not in ready:
                 continue
@@ -205,6 +221,18 @@ class Gateway:
         for router in self.sockets:
             router.close(linger_ms)
         self.sockets.clear()
+        if self.allow_list is not None:
+            self.allow_list.socket.close(0)
+
+    @property
+    def sources(self) -> "list[zmq.Socket[bytes]]":
+        """What the loop polls, and tells ``receive`` of."""
+        return self.sockets if self.allow_list is None else [*self.sockets, self.allow_list.socket]
+
+    @property
+    def num_strangers(self) -> int:
+        """Connections that were refused because their key is not listed."""
+        return 0 if self.allow_list is None else self.allow_list.num_refused
 
     def _queue_up(self, client: ClientId, frames: list[Frame]) -> int:
         if not self._unsent.has_room(client):
@@ -232,6 +260,8 @@ class Gateway:
         router.setsockopt(zmq.IPV6, address.startswith("tcp://["))
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if self._security is not None and address.startswith("tcp://"):
+            self._security.guard(router)
         try:
             router.bind(address)
         except zmq.ZMQError as error:

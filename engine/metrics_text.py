@@ -38,6 +38,7 @@ COUNTERS = {
     "accepted_draft_tokens_total": "Guessed tokens that were right.",
     "worker_restarts_total": "Worker groups that ended, each followed by a new one.",
     "requests_resumed_total": "Answers that had begun when their worker group ended, and went back to the queue.",
+    "connections_refused_total": "Handshakes of clients whose key is not among --client-keys.",
 }
 """The same for what only grows."""
 

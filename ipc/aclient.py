@@ -18,6 +18,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Handshakes,
     Reply,
     Scalar,
     abort_frames,
@@ -38,6 +39,7 @@ from ipc.errors import PeerLost, ProtocolError, RequestError
 from ipc.messages import ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.routes import Item, Last, Routes
+from ipc.security import ClientSecurity, KeySource, client_security
 from ipc.views import RequestsReply
 
 log = logging.getLogger(__name__)
@@ -54,10 +56,22 @@ class AsyncTokenClient:
 
     Raises:
         RequestError: ``timeout_s`` is not a time to wait; on attach also when ``address`` is not an address.
+        ConfigError: on attach, a key can't be used.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        name: str = "brigade-python",
+        server_key: KeySource | None = None,
+        client_key: KeySource | None = None,
+    ) -> None:
+        """Keys as TokenClient's."""
         self.address = address
+        self._server_key = server_key
+        self._client_key = client_key
         self._timeout_s = check_timeout(timeout_s)
         self._name = name
         self._connection: _AsyncConnection | None = None
@@ -65,7 +79,8 @@ class AsyncTokenClient:
     async def attach(self) -> ModelInfo:
         """Connect and learn what is served. Raises PeerLost when no core answered in time."""
         if self._connection is None:
-            self._connection = _AsyncConnection(self.address, attach_frames(self._name))
+            security = client_security(self.address, self._server_key, self._client_key)
+            self._connection = _AsyncConnection(self.address, attach_frames(self._name), security)
             try:
                 return await self._connection.wait_attached(self._timeout_s)
             except BaseException:
@@ -242,8 +257,9 @@ class AsyncTokenStream:
 class _AsyncConnection:
     """The sockets, the two tasks that read them, and the tables of what is open; all on one event loop."""
 
-    def __init__(self, address: str, hello: list[Frame]) -> None:
+    def __init__(self, address: str, hello: list[Frame], security: ClientSecurity | None) -> None:
         self.address = address
+        self._handshakes = Handshakes(address, security)
         self.loop = asyncio.get_running_loop()
         self.attached: asyncio.Future[ModelInfo] = self.loop.create_future()
         self.lost: str | None = None
@@ -256,7 +272,7 @@ class _AsyncConnection:
         self._monitor = self._dealer.get_monitor_socket(MONITORED)
         self._tasks: list[asyncio.Task[None]] = []
         try:
-            connect(cast("zmq.Socket[bytes]", self._dealer), address)
+            connect(cast("zmq.Socket[bytes]", self._dealer), address, security)
         except BaseException:
             self._close_sockets(linger_s=0)
             raise
@@ -269,7 +285,7 @@ class _AsyncConnection:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self.attached)
         except TimeoutError:
-            raise PeerLost(f"no engine answered at {self.address} within {timeout_s:g} s; is `brigade serve` running there?") from None
+            raise self._handshakes.not_attached(timeout_s) from None
 
     def open_stream(self, request_id: str, frames: list[Frame], num_choices: int) -> _Inbox:
         if request_id in self._routes:
@@ -323,14 +339,18 @@ class _AsyncConnection:
     async def _watch_connection(self) -> None:
         """Greet each new connection until a core answers; from then on, end everything when it is gone."""
         while True:
-            kind = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            self._handshakes.note(event)
+            if self._handshakes.refusal is not None:
+                break
+            kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.attached.done():
                 self.send(self._hello)
             elif kind == zmq.EVENT_DISCONNECTED and self.attached.done():
                 break
         self._tasks[1].cancel()
         self._read_waiting()
-        self._end(f"the core at {self.address} is gone", 0)
+        self._end(self._handshakes.refusal or f"the core at {self.address} is gone", 0)
 
     async def _read_answers(self) -> None:
         while True:
@@ -379,6 +399,9 @@ class _AsyncConnection:
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(PeerLost(reason))
+        if not self.attached.done():
+            self.attached.set_exception(PeerLost(reason))
+            self.attached.exception()  # nobody may be waiting
         self._close_sockets(linger_s)
 
     def _close_sockets(self, linger_s: float) -> None:

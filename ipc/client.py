@@ -22,6 +22,7 @@ from ipc.conversation import (
     CONTROL_TIMEOUT_S,
     MONITORED,
     Failure,
+    Handshakes,
     Reply,
     Scalar,
     abort_frames,
@@ -43,6 +44,7 @@ from ipc.messages import ModelInfo, RequestOutput, TimelineReply
 from ipc.params import SamplingParams
 from ipc.promptness import prompt_threads
 from ipc.routes import Item, Last, Routes
+from ipc.security import ClientSecurity, KeySource, client_security
 from ipc.views import RequestsReply
 
 log = logging.getLogger(__name__)
@@ -72,15 +74,27 @@ class TokenClient:
     Raises:
         PeerLost: no core answered at ``address`` within ``timeout_s``.
         RequestError: one of the two is not an address, or not a time to wait.
+        ConfigError: a key can't be used.
     """
 
     model: ModelInfo
     """What the core serves, as it was told on attach."""
 
-    def __init__(self, address: str, *, timeout_s: float = ATTACH_TIMEOUT_S, name: str = "brigade-python") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = ATTACH_TIMEOUT_S,
+        name: str = "brigade-python",
+        server_key: KeySource | None = None,
+        client_key: KeySource | None = None,
+    ) -> None:
+        """``server_key``: the engine's public key or its file; ``client_key``: the file of this client's secret key. By default
+        what BRIGADE_SERVER_KEY and BRIGADE_CLIENT_KEY say; with neither the connection is not encrypted.
+        """
         check_timeout(timeout_s)
         self.address = address
-        self._connection = _Connection(address, attach_frames(name))
+        self._connection = _Connection(address, attach_frames(name), client_security(address, server_key, client_key))
         self._finalizer = weakref.finalize(self, self._connection.stop)
         try:
             self.model = self._connection.wait_attached(timeout_s)
@@ -229,9 +243,10 @@ class _Connection:
     middle of anything; a SimpleQueue may be put to even then.
     """
 
-    def __init__(self, address: str, hello: list[Frame]) -> None:
+    def __init__(self, address: str, hello: list[Frame], security: ClientSecurity | None) -> None:
         self.address = address
         self._hello = hello
+        self._handshakes = Handshakes(address, security)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._question_ids = itertools.count(1)
         self._attached: _Inbox = queue.SimpleQueue()
@@ -250,7 +265,7 @@ class _Connection:
         self._dealer = open_dealer(self._context)
         self._monitor = self._dealer.get_monitor_socket(MONITORED)
         try:
-            connect(self._dealer, address)
+            connect(self._dealer, address, security)
         except BaseException:
             self._close_sockets(linger_s=0)
             raise
@@ -264,7 +279,7 @@ class _Connection:
         try:
             item = self._attached.get(timeout=timeout_s)
         except queue.Empty:
-            raise PeerLost(f"no engine answered at {self.address} within {timeout_s:g} s; is `brigade serve` running there?") from None
+            raise self._handshakes.not_attached(timeout_s) from None
         if isinstance(item, Failure):
             raise item.error
         return cast(ModelInfo, item)
@@ -355,21 +370,23 @@ class _Connection:
             is_connected = self._read_monitor()
             self._read_answers()
             if not is_connected:
-                return f"the core at {self.address} is gone"
+                return self._handshakes.refusal or f"the core at {self.address} is gone"
             self._drain_wake()
             self._run_commands()
             self._send_unsent()
         return "the client was closed"
 
     def _read_monitor(self) -> bool:
-        """False once the core that we were attached to is gone. Until then each new connection is greeted."""
-        while (event := receive_now(self._monitor)) is not None:
-            kind = parse_monitor_message(event)["event"]
+        """False once the core that we were attached to is gone, or will never be. Until then each new connection is greeted."""
+        while (frames := receive_now(self._monitor)) is not None:
+            event = parse_monitor_message(frames)
+            self._handshakes.note(event)
+            kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._model is None:
                 self._unsent.append(self._hello)
             elif kind == zmq.EVENT_DISCONNECTED and self._model is not None:
                 return False
-        return True
+        return self._handshakes.refusal is None
 
     def _read_answers(self) -> None:
         while (frames := receive_now(self._dealer)) is not None:

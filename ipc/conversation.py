@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from ipc.messages import (
 )
 from ipc.params import MAX_CHOICES, MAX_TOKEN_ID, SamplingParams
 from ipc.promptness import prompt_threads
+from ipc.security import HANDSHAKE_FAILURES, ClientSecurity, handshake_failure
 from ipc.views import RequestsReply
 
 ATTACH_TIMEOUT_S = 10.0
@@ -44,7 +45,7 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 MAX_FRAME_BYTES = 1 << 29
 """ModelInfo carries the tokenizer in its head."""
 
-MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 Scalar = int | float | str | bool
 Outcome = RequestOutput | RequestFailed
@@ -70,14 +71,41 @@ def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]
     return socket
 
 
-def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Begin to connect. Raises RequestError for what is no address."""
+def connect(socket: "zmq.Socket[bytes]", address: str, security: ClientSecurity | None = None) -> None:
+    """Begin to connect, encrypted if there are keys. Raises RequestError for what is no address."""
     if type(address) is not str:
         raise RequestError(f"addr={_shown(address)} must be a text such as tcp://127.0.0.1:5757", field="addr")
+    if security is not None:
+        security.guard(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError:
         raise RequestError(f"addr={address!r} must be tcp://HOST:PORT or ipc://PATH", field="addr") from None
+
+
+class Handshakes:
+    """Why there is no attachment yet, from what the monitor of a connecting socket tells."""
+
+    def __init__(self, address: str, security: ClientSecurity | None) -> None:
+        self._address = address
+        self._security = security
+        self._failure: str | None = None
+        self.refusal: str | None = None
+        """Set when there will never be one: ZeroMQ does not connect again after a handshake that broke its rules."""
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Any event."""
+        if event["event"] & HANDSHAKE_FAILURES:
+            self._failure = handshake_failure(event, self._security)
+            if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self.refusal = f"no engine answered at {self._address}; {self._failure}"
+        elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failure = None
+
+    def not_attached(self, timeout_s: float) -> PeerLost:
+        """What to raise when the time is over."""
+        why = self._failure or "is `brigade serve` running there?"
+        return PeerLost(f"no engine answered at {self._address} within {timeout_s:g} s; {why}")
 
 
 def check_timeout(timeout_s: float, field: str = "timeout_s") -> float:

@@ -96,6 +96,14 @@ def let_waiting_threads_sleep(environment: MutableMapping[str, str] = os.environ
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
+# ---------------------------------------------------------------------------------------------- clients
+
+
+def client_key_defaults(environment: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """The engine's public key and the client's secret key file where a client is not told them; empty counts as unset."""
+    return environment.get("BRIGADE_SERVER_KEY") or None, environment.get("BRIGADE_CLIENT_KEY") or None
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
 
@@ -180,18 +188,18 @@ class RunDirectory:
                 os.close(lock)
 
 
-def make_private(path: Path) -> None:
-    """Make a directory with mode 0700, or check that it is one of ours. Raises ConfigError."""
+def make_private(
+    path: Path, name: str = "run directory", remedy: str = "set XDG_RUNTIME_DIR or TMPDIR to another place"
+) -> None:
+    """Make a directory with mode 0700, or check that it is one of ours. Raises ConfigError, of the setting ``name``."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ConfigError(
-                "run directory", f"{path} is not a directory of ours with mode 0700; remove it, or set XDG_RUNTIME_DIR or TMPDIR to another place"
-            ) from None
+            raise ConfigError(name, f"{path} is not a directory of ours with mode 0700; remove it, or {remedy}") from None
     except OSError as error:
-        raise ConfigError("run directory", f"{path} can't be made ({error.strerror}); set XDG_RUNTIME_DIR or TMPDIR to another place") from None
+        raise ConfigError(name, f"{path} can't be made ({error.strerror}); {remedy}") from None
 
 
 def _try_lock(path: Path) -> int | None:
@@ -222,23 +230,32 @@ def _base_directory() -> Path:
 # ---------------------------------------------------------------------------------------------- addresses
 
 
-def check_listen_address(address: str, *, insecure: bool) -> str:
-    """The address if clients may be served there. Raises ConfigError."""
+def check_listen_address(address: str, *, insecure: bool, asks_for_keys: bool = False) -> str:
+    """The address if clients may be served there; ``asks_for_keys``: only listed keys come in. Raises ConfigError."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" and rest:
         if len(rest) > MAX_IPC_PATH:
             raise ConfigError("--listen", f"{address}: the path has {len(rest)} bytes, at most {MAX_IPC_PATH} work")
         return address
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+    _, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not _host_of(address) or not port.isdigit() or int(port) > 65535:
         raise ConfigError("--listen", f"{address!r} must be tcp://HOST:PORT or ipc://PATH")
-    if not insecure and not is_loopback(host.strip("[]")):
+    if is_wide(address) and not insecure and not asks_for_keys:
         raise ConfigError(
             "--listen",
-            f"{address} can be reached from other machines, and nothing here checks who connects; listen on "
-            "127.0.0.1, or accept that with --insecure",
+            f"{address} can be reached from other machines, and nothing here checks who connects; give --server-key and "
+            "--client-keys (`brigade keygen` makes them), listen on 127.0.0.1, or accept that with --insecure",
         )
     return address
+
+
+def is_wide(address: str) -> bool:
+    """Whether other machines may reach it."""
+    return address.startswith("tcp://") and not is_loopback(_host_of(address))
+
+
+def _host_of(address: str) -> str:
+    return address.partition("://")[2].rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:

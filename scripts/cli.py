@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "scripts.bench.command",
     "top": "scripts.top.command",
     "timeline": "scripts.show_timeline",
+    "keygen": "scripts.keygen",
     "completion": "scripts.completion",
 }
 """Command name to module; the module calls its click command ``command``."""

@@ -16,7 +16,7 @@ from engine.progress import BatchProgress, ProgressBar
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import PeerLost, RequestError
 from scripts.exits import EXIT_REQUEST_FAILED, errors_told
-from scripts.options import GroupedCommand
+from scripts.options import GroupedCommand, client_key_options
 from scripts.prompt_files import Job, read_jobs
 from scripts.sampling_options import sampling_options, sampling_values
 
@@ -88,12 +88,14 @@ class _Printer:
 @click.option("--lines", is_flag=True, help="Every line that is not empty, of files and standard input, is a prompt.")
 @click.option("--jsonl", is_flag=True, help="Every such line is a JSON object with a prompt or messages.")
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
+@client_key_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead of streaming text.")
 @click.option("--output", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
               help="Write these lines into a file, and show on a terminal how far it is.")
 @sampling_options()
 def command(
-    prompts: tuple[str, ...], files: tuple[str, ...], lines: bool, jsonl: bool, connect: str, as_json: bool,
+    prompts: tuple[str, ...], files: tuple[str, ...], lines: bool, jsonl: bool, connect: str,
+    server_key: str | None, client_key: str | None, as_json: bool,
     output: str | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Ask a running engine to continue each PROMPT.
@@ -128,7 +130,7 @@ def command(
             raise RequestError("--lines and --jsonl are two ways to read a line; give one of them")
         jobs = read_jobs(prompts, files, lines=lines, jsonl=jsonl, values=sampling_values(sampling))
         with ExitStack() as stack:
-            client = stack.enter_context(Client(connect))
+            client = stack.enter_context(Client(connect, server_key=server_key, client_key=client_key))
             file = None if output is None else stack.enter_context(open(output, "w", encoding="utf-8"))
             # Text on the same terminal would tear the bar.
             is_hidden = output is None and (not as_json or sys.stdout.isatty())

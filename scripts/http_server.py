@@ -11,9 +11,10 @@ from ipc.endpoints import DEFAULT_LISTEN
 from ipc.logs import LEVELS, set_up_logging
 from ipc.promptness import ask_for_promptness
 from scripts.exits import errors_told
-from scripts.options import GroupedCommand, Seconds, http_options, http_settings
+from scripts.options import GroupedCommand, Seconds, client_key_options, http_options, http_settings
 
 try:
+    from engine.openai.link import EngineLink
     from engine.openai.process import serve
 except ImportError:
     serve = None  # type: ignore[assignment]
@@ -21,6 +22,7 @@ except ImportError:
 
 @click.command("http", cls=GroupedCommand, context_settings={"max_content_width": 120})
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
+@client_key_options
 @click.option("--http", metavar="HOST:PORT", default="127.0.0.1:8000", show_default=True,
               help="Where to serve; port 0 takes any that is free, told in the ready line.")  # fmt: skip
 @http_options
@@ -28,7 +30,9 @@ except ImportError:
 @click.option("--drain-timeout", type=Seconds(0), default=30.0, show_default=True,
               help="Seconds that open requests get to finish at shutdown.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="How much is logged.")
-def command(connect: str, http: str, drain_timeout: float, log_level: str, **options: Any) -> None:
+def command(
+    connect: str, server_key: str | None, client_key: str | None, http: str, drain_timeout: float, log_level: str, **options: Any
+) -> None:
     """Serve a running engine over HTTP, as OpenAI's API does (docs/http.md).
 
     When requests are answered, a line says where: `brigade http ready: …`. SIGTERM or Ctrl-C lets open requests finish and
@@ -48,6 +52,7 @@ def command(connect: str, http: str, drain_timeout: float, log_level: str, **opt
         url = url_of(listener)
         ask_for_promptness()
         asyncio.run(serve(
-            settings, connect, listener, drain_timeout_s=drain_timeout, attach_timeout_s=ATTACH_TIMEOUT_S,
+            settings, EngineLink(connect, server_key, client_key), listener, drain_timeout_s=drain_timeout,
+            attach_timeout_s=ATTACH_TIMEOUT_S,
             on_up=lambda: click.echo(f"brigade http ready: connect={connect} http={url}", err=True),
         ))  # fmt: skip

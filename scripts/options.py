@@ -193,7 +193,12 @@ SERVE_OPTIONS = (
     _option(_SERVICE, "--http", metavar="HOST:PORT", default=None,
             help="Also serve HTTP as OpenAI's API does; port 0 takes any that is free, told in the ready line. See docs/http.md."),
     *HTTP_OPTIONS,
-    _option(_SERVICE, "--insecure", is_flag=True, help="Allow addresses that other machines can reach."),
+    _option(_SERVICE, "--server-key", "--curve-secret-key", "server_key", metavar="FILE", default=None,
+            help="Speak CURVE, and nothing else, on tcp addresses, with the secret key in this file (brigade keygen)."),
+    _option(_SERVICE, "--client-keys", "--curve-allow", "client_keys", metavar="FILE|DIR", default=None,
+            help="Let in only clients with these public keys: a key file, or a directory of .key files, read at the start."),
+    _option(_SERVICE, "--insecure", is_flag=True,
+            help="Allow addresses that other machines can reach where nobody is asked for a key."),
     _option(_TIME, "--link-timeout", type=Seconds(1), default=60.0,
             help="Seconds a stage waits for its neighbour within a step before the group is restarted."),
     _option(_TIME, "--drain-timeout", type=Seconds(0), default=30.0,
@@ -203,6 +208,22 @@ SERVE_OPTIONS = (
     _option("General", "--log-level", type=click.Choice(LEVELS), default="info", help="How much is logged."),
     _option("General", "--error-file", hidden=True, default=None),
 )
+
+
+CLIENT_KEY_OPTIONS = (
+    click.option("--server-key", metavar="KEY|FILE", default=None,
+                 help="Public key of an engine that has --server-key, or its file.  [default: BRIGADE_SERVER_KEY]"),
+    click.option("--client-key", metavar="FILE", default=None,
+                 help="Secret key file of this client, where the engine has --client-keys.  [default: BRIGADE_CLIENT_KEY]"),
+)  # fmt: skip
+"""Of every command that connects."""
+
+
+def client_key_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with the keys that it connects with."""
+    for decorate in reversed(CLIENT_KEY_OPTIONS):
+        function = decorate(function)
+    return function
 
 
 def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from ipc.endpoints import (
     RunDirectory,
     TorchrunEnvironment,
     check_listen_address,
+    is_wide,
     let_waiting_threads_sleep,
     local_address_towards,
     process_start,
@@ -24,6 +25,7 @@ from ipc.endpoints import (
 )
 from ipc.errors import ConfigError, EngineError
 from ipc.logs import set_up_logging
+from ipc.security import server_security
 from scripts.core_process import ensure_core
 from scripts.ending import SignalWatch, end_everything
 from scripts.model_source import find_model
@@ -148,7 +150,18 @@ def _check_shape(place: TorchrunEnvironment, options: dict[str, Any]) -> None:
             f"{stages} stages need {stages} ranks, torchrun started {place.world_size}; give --nproc-per-node {stages}",
         )
     for address in options["listen"]:
-        check_listen_address(address, insecure=options["insecure"])
+        check_listen_address(address, insecure=options["insecure"], asks_for_keys=options["client_keys"] is not None)
+
+
+def _warn_of_open_addresses(options: dict[str, Any]) -> None:
+    """What --insecure lets pass."""
+    if options["client_keys"] is None:
+        for address in filter(is_wide, options["listen"]):
+            logger.warning(
+                "%s can be reached from other machines (--insecure): %s", address,
+                "nothing is encrypted and nobody is asked for a key" if options["server_key"] is None
+                else "everybody who has the engine's public key comes in",
+            )  # fmt: skip
 
 
 def _ensure_core(
@@ -161,6 +174,11 @@ def _ensure_core(
     options: dict[str, Any],
 ) -> tuple[str, str]:
     text = read_text_files(options["model"])
+    security = server_security(options["server_key"], options["client_keys"])
+    if security is not None:
+        keys = "any key" if security.client_keys is None else f"one of {len(security.client_keys)} listed keys"
+        logger.info("clients on tcp need the public key %s, and %s of their own", security.public_key, keys)
+    _warn_of_open_addresses(options)
     core_config = CoreConfig(
         run_dir=str(directory.path),
         agent_pid=agent_pid,
@@ -169,6 +187,7 @@ def _ensure_core(
         num_stages=place.world_size,
         advertise_host=advertise_host,
         listen=tuple(options["listen"]),
+        security=security,
         error_file=options["error_file"],
         model_name=model_name,
         vocab_size=config.vocab_size,

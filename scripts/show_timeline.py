@@ -8,6 +8,7 @@ import click
 from ipc.client import TokenClient
 from ipc.endpoints import DEFAULT_LISTEN
 from scripts.exits import errors_told
+from scripts.options import client_key_options
 from scripts.timeline.lanes import Timeline, read_timeline
 from scripts.timeline.picture import check_can_draw, draw
 from scripts.timeline.summary import Summary, as_text, summarize
@@ -19,14 +20,16 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.command(name="timeline")
 @click.argument("address", required=False)
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="The same as ADDRESS.")
+@client_key_options
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
               help="How far back; ranks remember some 30,000 pieces of work each.")
 @click.option("--trace", type=_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing to this file.")
 @click.option("--png", type=_FILE, help="Draw the last second into this file.")
 @click.option("--json", "json_file", type=_FILE, help="Write the figures and all spans to this file.")
 def command(
-    address: str | None, connect: str, seconds: float, trace: str | None, png: str | None, json_file: str | None
-) -> None:
+    address: str | None, connect: str, server_key: str | None, client_key: str | None, seconds: float, trace: str | None,
+    png: str | None, json_file: str | None,
+) -> None:  # fmt: skip
     """Show where the last seconds of the engine at ADDRESS went.
 
     A table tells for each stage how long it worked and what it waited for; how much of that another split of the layers
@@ -42,7 +45,9 @@ def command(
     with errors_told():
         if png is not None:
             check_can_draw()
-        with TokenClient(address or connect, name="brigade-timeline") as client:
+        with TokenClient(
+            address or connect, name="brigade-timeline", server_key=server_key, client_key=client_key
+        ) as client:
             timeline = read_timeline(client.timeline(seconds))
         summary = summarize(timeline)
         click.echo(as_text(summary))

@@ -25,7 +25,7 @@ class EchoClient:
 
     instances: list["EchoClient"] = []
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, **keys: str | None) -> None:
         if address == "tcp://127.0.0.1:1":
             raise PeerLost(f"no engine answered at {address}")
         self.prompts: list[str] = []

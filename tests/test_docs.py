@@ -124,6 +124,17 @@ def test_files_that_the_walk_names_are_there() -> None:
     assert len(named) > 40 and [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_tests_that_hold_promises_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
+    assert len(named) > 20
+    assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
+
+
+def test_every_promise_of_security_names_a_test() -> None:
+    promises = (DOCS / "security.md").read_text().partition("| promise | held by |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert promises and [line for line in promises.splitlines() if "::" not in line] == []
+
+
 # ------------------------------------------------------------------------------------------------ starting it
 
 
@@ -187,7 +198,7 @@ def test_options_that_pages_name_are_there() -> None:
     known = {word for name in COMMANDS for word in _options(name)} | serve_options()
     known |= {"--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--max-restarts", "--rdzv-backend"}
     known |= {"--nodes"}  # Slurm's
-    for name in ("quickstart.md", "serving.md", "operating.md", "parameters.md"):
+    for name in ("quickstart.md", "serving.md", "operating.md", "parameters.md", "security.md"):
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", (DOCS / name).read_text())))
         assert used - known == set(), name
 

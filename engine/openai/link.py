@@ -7,6 +7,7 @@ from engine.aclient import AsyncClient
 from engine.openai.errors import ApiError
 from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.errors import EngineError, PeerLost
+from ipc.security import KeySource
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,11 @@ PATIENCE_S = 2.0
 class EngineLink:
     """Used from one event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, server_key: KeySource | None = None, client_key: KeySource | None = None) -> None:
+        """Keys as AsyncClient's."""
         self.address = address
+        self._server_key = server_key
+        self._client_key = client_key
         self._client: AsyncClient | None = None
         self._attaching: asyncio.Task[AsyncClient] | None = None
 
@@ -27,12 +31,12 @@ class EngineLink:
 
         Raises:
             PeerLost: no engine answered in time.
-            ConfigError: its tokenizer can't be read.
+            ConfigError: its tokenizer, or a key, can't be read.
             RequestError: the address is none.
         """
         while True:
             try:
-                self._client = await AsyncClient(self.address, timeout_s=timeout_s or ATTACH_TIMEOUT_S).attach()
+                self._client = await self._new_client(timeout_s or ATTACH_TIMEOUT_S).attach()
                 return self._client
             except PeerLost:
                 if timeout_s is not None:
@@ -60,11 +64,14 @@ class EngineLink:
         if self._client is not None:
             await self._client.aclose()
 
+    def _new_client(self, timeout_s: float) -> AsyncClient:
+        return AsyncClient(self.address, timeout_s=timeout_s, server_key=self._server_key, client_key=self._client_key)
+
     async def _attach_again(self) -> AsyncClient:
         old, self._client = self._client, None
         if old is not None:
             await old.aclose()
-        self._client = await AsyncClient(self.address).attach()
+        self._client = await self._new_client(ATTACH_TIMEOUT_S).attach()
         log.warning("attached to the engine at %s", self.address)
         return self._client
 

@@ -33,7 +33,7 @@ ORPHAN_S = 2.0
 
 async def serve(
     settings: HttpSettings,
-    connect: str,
+    link: EngineLink,
     listener: socket.socket,
     *,
     drain_timeout_s: float,
@@ -47,7 +47,6 @@ async def serve(
         PeerLost, ConfigError, RequestError: the engine can't be attached to.
     """
     loop = asyncio.get_running_loop()
-    link = EngineLink(connect)
     server = Server(link, settings)
     web = WebServer(server.app)
     attaching = asyncio.create_task(link.attach(attach_timeout_s))
@@ -96,7 +95,7 @@ def main() -> int:
     ask_for_promptness()
     listener = socket.socket(fileno=start.listener)
     asyncio.run(serve(
-        start.settings, start.connect, listener, drain_timeout_s=start.drain_timeout_s, attach_timeout_s=None,
+        start.settings, EngineLink(start.connect), listener, drain_timeout_s=start.drain_timeout_s, attach_timeout_s=None,
         on_up=lambda: _say(b"up\n"), is_orphan=lambda: os.getppid() != start.parent_pid,
     ))  # fmt: skip
     return 0

@@ -24,7 +24,7 @@ from scripts.bench.load import PromptSource, Record, check_lengths, run_load
 from scripts.bench.measures import summarize, table
 from scripts.bench.traces import TraceRequest, draw_trace, read_trace
 from scripts.exits import EXIT_REQUEST_FAILED, errors_told
-from scripts.options import GroupedCommand
+from scripts.options import GroupedCommand, client_key_options
 from scripts.sampling_options import TEXT_FIELDS, sampling_options, sampling_values
 
 DEFAULT_CONCURRENCY = 16
@@ -53,6 +53,7 @@ OWN_PARAMS = ("temperature", "ignore_eos", "seed", "n", "max_tokens", "min_token
     name="bench", cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
 )
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
+@client_key_options
 @click.option("--serve", metavar="WORDS", help='Start an engine for this run instead, as in --serve "MODEL --pp 2".')
 @click.option("--concurrency", type=click.IntRange(1), metavar="N",
               help=f"Closed loop: so many requests open at a time.  [default: {DEFAULT_CONCURRENCY}]")
@@ -77,7 +78,7 @@ OWN_PARAMS = ("temperature", "ignore_eos", "seed", "n", "max_tokens", "min_token
               help="Write the result as JSON; '-' prints it instead of the table.")
 @sampling_options(without=OWN_PARAMS)
 def command(
-    connect: str, serve: str | None, concurrency: int | None, rate: float | None, trace: str | None, num_requests: int,
+    connect: str, server_key: str | None, client_key: str | None, serve: str | None, concurrency: int | None, rate: float | None, trace: str | None, num_requests: int,
     prompt_tokens: Lengths, output_tokens: Lengths, ignore_eos: bool, temperature: float, seed: int, num_warm_up: int,
     json_path: str | None, **sampling: Any,
 ) -> None:  # fmt: skip
@@ -111,7 +112,7 @@ def command(
             },
         )
         with _engine(serve, connect) as address:
-            summary = asyncio.run(_measure(address, plan))
+            summary = asyncio.run(_measure(address, plan, server_key, client_key))
         _write(summary, json_path)
     if summary["requests"]["failed"]:
         sys.exit(EXIT_REQUEST_FAILED)
@@ -165,8 +166,8 @@ def _engine(serve: str | None, connect: str) -> Iterator[str]:
         yield engine.address
 
 
-async def _measure(address: str, plan: Plan) -> dict[str, Any]:
-    async with AsyncTokenClient(address, name="brigade-bench") as client:
+async def _measure(address: str, plan: Plan, server_key: str | None, client_key: str | None) -> dict[str, Any]:
+    async with AsyncTokenClient(address, name="brigade-bench", server_key=server_key, client_key=client_key) as client:
         check_lengths(client.model, plan.requests)
         if plan.num_warm_up:
             again = random.Random(plan.seed).choices(plan.requests, k=plan.num_warm_up)

@@ -14,16 +14,17 @@ from scripts.chat.prompt import Prompt
 from scripts.chat.session import NOT_IN_CHAT, Outcome, Session
 from scripts.chat.slash import run_command
 from scripts.exits import EXIT_REQUEST_FAILED, errors_told
-from scripts.options import GroupedCommand
+from scripts.options import GroupedCommand, client_key_options
 from scripts.sampling_options import sampling_options, sampling_values
 from scripts.terminal_text import dim
 
 
 @click.command(name="chat", cls=GroupedCommand, context_settings={"max_content_width": 120})
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="Address of the engine.")
+@client_key_options
 @click.option("--system", metavar="TEXT", help="The system message: what the model is to be or to heed.")
 @sampling_options(without=NOT_IN_CHAT)
-def command(connect: str, system: str | None, **sampling: Any) -> None:
+def command(connect: str, server_key: str | None, client_key: str | None, system: str | None, **sampling: Any) -> None:
     """Talk with the model of a running engine.
 
     In a terminal: Ctrl-C stops an answer; at an empty line twice in a row, or Ctrl-D, leaves. /help lists what else there is.
@@ -43,7 +44,8 @@ def command(connect: str, system: str | None, **sampling: Any) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with errors_told():
         values = sampling_values(sampling)
-        with Client(connect, reconnect_s=ATTACH_TIMEOUT_S if is_terminal else None) as client:
+        reconnect_s = ATTACH_TIMEOUT_S if is_terminal else None
+        with Client(connect, reconnect_s=reconnect_s, server_key=server_key, client_key=client_key) as client:
             session = Session(client, Conversation(system), values, note=_note if is_terminal else _warn)
             exit_code = _talk(session) if is_terminal else _answer_lines(session)
     sys.exit(exit_code)

@@ -11,6 +11,7 @@ from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import ConfigError
 from scripts.exits import errors_told
+from scripts.options import client_key_options
 from scripts.top.model import History, View
 from scripts.top.reading import Source
 
@@ -29,12 +30,16 @@ LIVE_ATTACH_S = 2.0
 @click.command(name="top")
 @click.argument("address", required=False)
 @click.option("--connect", metavar="ADDR", default=DEFAULT_LISTEN, show_default=True, help="The same as ADDRESS.")
+@client_key_options
 @click.option("--interval", "interval_s", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, metavar="SECONDS",
               help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Print one plain frame and end; so it does where there is no terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as one JSON object and end.")
 @click.option("--svg", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write a picture of one frame and end.")
-def command(address: str | None, connect: str, interval_s: float, once: bool, as_json: bool, svg: str | None) -> None:
+def command(
+    address: str | None, connect: str, server_key: str | None, client_key: str | None, interval_s: float, once: bool,
+    as_json: bool, svg: str | None,
+) -> None:  # fmt: skip
     """Watch the engine at ADDRESS: what each stage does and waits for, how fast tokens come, and who has requests open.
 
     Keys: q quits, r and p show or hide the requests and the pipeline. When the engine goes away the screen stays and
@@ -46,26 +51,29 @@ def command(address: str | None, connect: str, interval_s: float, once: bool, as
       2    an option can't be used
       3    no engine at the address (not on the live screen)
     """
-    address = address or connect
     is_live = not (once or as_json or svg) and sys.stdin.isatty() and sys.stdout.isatty()
     with errors_told():
         if rich is None and not as_json:
             raise ConfigError("brigade top", "needs rich: pip install 'brigade[ui]', or take the numbers of --json")
+        source = Source(
+            address or connect, attach_s=LIVE_ATTACH_S if is_live else ATTACH_TIMEOUT_S,
+            server_key=server_key, client_key=client_key,
+        )  # fmt: skip
         if is_live:
-            _watch(address, interval_s)
+            _watch(source, interval_s)
         else:
-            _show(_look(address, interval_s), once=once, as_json=as_json, svg=svg)
+            _show(_look(source, interval_s), once=once, as_json=as_json, svg=svg)
 
 
-def _watch(address: str, interval_s: float) -> None:
-    fault = Screen(Source(address, attach_s=LIVE_ATTACH_S), interval_s, Choices()).run()
+def _watch(source: Source, interval_s: float) -> None:
+    fault = Screen(source, interval_s, Choices()).run()
     if fault is not None:
         raise ConfigError("brigade top", fault)
 
 
-def _look(address: str, interval_s: float) -> View:
+def _look(source: Source, interval_s: float) -> View:
     """Twice, since rates need a time that they are of."""
-    source, history = Source(address, attach_s=ATTACH_TIMEOUT_S), History(address)
+    history = History(source.address)
     try:
         history.view(source.read())
         time.sleep(interval_s)

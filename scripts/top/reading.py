@@ -37,7 +37,17 @@ class Reading:
 class Source:
     """One engine's address, asked by one thread; attaches again whenever the engine was lost."""
 
-    def __init__(self, address: str, *, attach_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        attach_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        server_key: str | None = None,
+        client_key: str | None = None,
+    ) -> None:
+        self._server_key = server_key
+        self._client_key = client_key
         self.address = address
         self._attach_s = attach_s
         self._clock = clock
@@ -46,7 +56,9 @@ class Source:
     def read(self) -> Reading:
         """Ask once. Raises PeerLost, and RequestError for what is no address."""
         if self._client is None:
-            self._client = TokenClient(self.address, timeout_s=self._attach_s, name=NAME)
+            self._client = TokenClient(
+                self.address, timeout_s=self._attach_s, name=NAME, server_key=self._server_key, client_key=self._client_key
+            )
         client = self._client
         try:
             stats, health = client.stats(ANSWER_S), client.health(ANSWER_S)

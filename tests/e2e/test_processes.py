@@ -11,7 +11,6 @@ from tests.conftest import Checkpoints
 from tests.e2e.compare import check_against
 from tests.e2e.conftest import TinyOracle
 from tests.e2e.harness import GONE_S, Engine, serve, start, wait_for_end
-from tests.e2e.raw import RawClient, Stream
 from tests.e2e.test_parity import FLAGS
 from tests.oracle import Excused
 

@@ -132,3 +132,4 @@ def test_loopback_is_always_fine_and_more_only_on_demand() -> None:
     for address in ("tcp://127.0.0.1:0", "tcp://localhost:5757", "tcp://[::1]:5757", "ipc:///tmp/x"):
         assert check_listen_address(address, insecure=False) == address
     assert check_listen_address("tcp://0.0.0.0:5757", insecure=True)
+    assert check_listen_address("tcp://0.0.0.0:5757", insecure=False, asks_for_keys=True)

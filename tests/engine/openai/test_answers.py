@@ -160,7 +160,7 @@ def test_a_message_of_nothing_but_nulls_is_refused() -> None:
 
 def test_u4_an_engine_that_stays_away_is_no_traceback(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nobody:
-        def __init__(self, address: str) -> None:
+        def __init__(self, address: str, **how: object) -> None:
             self.address = address
 
         async def attach(self) -> "Nobody":
