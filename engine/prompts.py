@@ -37,6 +37,12 @@ class TextSide:
         special = self._tokenizer.special_tokens if self._tokenizer is not None else {}
         self._template = ChatTemplate(model.chat_template, special, named_templates(model.tokenizer_config))
 
+    def is_of(self, model: ModelInfo) -> bool:
+        """Whether this core serves the same model as far as a client can tell, so that answers may go on at the one that were
+        begun at the other.
+        """
+        return replace(model, core_id=self.model.core_id) == self.model
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises RequestError when the model came without one."""
@@ -69,7 +75,7 @@ class TextSide:
         others = replace(params, prompt_logprobs=None)  # they come with the first choice
         return Answers([
             self._answer(request_id, prepared, params if index == 0 else others) for index in range(params.n)
-        ])
+        ], params.seed)
 
     def _answer(self, request_id: str, prepared: Prepared, params: SamplingParams) -> Answer:
         tokenizer = self._tokenizer
