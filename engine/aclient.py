@@ -26,11 +26,14 @@ class _Attachment(NamedTuple):
     text: TextSide
 
 
+_Resend = Callable[[], Awaitable[AsyncTokenStream]]
+
+
 @dataclass(slots=True)
 class _Sent:
     stream: AsyncTokenStream
     answers: Answers
-    losses: Losses[Callable[[], Awaitable[AsyncTokenStream]]]
+    losses: Losses[_Resend]
 
 
 class AsyncClient:
@@ -54,6 +57,8 @@ class AsyncClient:
         self._attaching = asyncio.Lock()
         self._is_closed = False
         self._attachment: _Attachment | None = None
+        self._seeking: asyncio.Future[_Attachment] | None = None
+        """The way to an engine in place of a lost one."""
 
     async def attach(self) -> "AsyncClient":
         """What ``async with`` does on entry; with ``reconnect_s`` also the way to find a lost engine again.
@@ -228,6 +233,8 @@ class AsyncClient:
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""
         self._is_closed = True
+        if self._seeking is not None:
+            self._seeking.cancel()
         if self._attachment is not None:
             await self._attachment.tokens.aclose()
 
@@ -245,10 +252,15 @@ class AsyncClient:
             async with self._attaching:
                 if self._may_reattach():
                     assert self._reconnect_s is not None
-                    text = self._attachment_now().text
-                    self._attachment = await _attach(self._addr, self._reconnect_s, text)
-                    if self._is_closed:
-                        await self._attachment.tokens.aclose()
+                    old = self._attachment_now()
+                    await old.tokens.aclose()
+                    self._seeking = asyncio.ensure_future(_attach(self._addr, self._reconnect_s, old.text))
+                    try:
+                        self._attachment = await self._seeking
+                    except asyncio.CancelledError:
+                        if self._is_closed:
+                            raise PeerLost("the client was closed") from None
+                        raise
         return self._attachment_now()
 
     async def _batch(
@@ -284,7 +296,7 @@ class AsyncClient:
                 tokens, found = await self._attached()
                 return stream_of(tokens, time_left(), told_to(answers, begun_at, found.model, self._addr))
 
-            losses = Losses(None if self._reconnect_s is None else resend)
+            losses = Losses[_Resend](None if self._reconnect_s is None else resend)
             return _Sent(stream_of(attachment.tokens, timeout_s), answers, losses)
 
         async def find_and_send() -> _Sent:

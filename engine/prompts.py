@@ -1,7 +1,7 @@
 """A text client's way in: prompts and messages to token ids, checked against the model's limits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.outputs import Answer, Answers
@@ -41,7 +41,8 @@ class TextSide:
         """Whether this core serves the same model as far as a client can tell, so that answers may go on at the one that were
         begun at the other.
         """
-        return replace(model, core_id=self.model.core_id) == self.model
+        others = (field.name for field in fields(ModelInfo) if field.name != "core_id")
+        return all(getattr(model, name) == getattr(self.model, name) for name in others)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -27,8 +27,9 @@ def serving(address: str, **settings: Any) -> Iterator[str]:
     found: dict[str, Any] = {}
 
     async def main() -> None:
-        link = EngineLink(address)
-        server = Server(link, HttpSettings(host="127.0.0.1", port=0, **settings))
+        chosen = HttpSettings(host="127.0.0.1", port=0, **settings)
+        link = EngineLink(address, chosen.reconnect_s)
+        server = Server(link, chosen)
         try:
             await link.attach(DEADLINE_S)
             found["web"], found["loop"] = WebServer(server.app), asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The server's attachment to its engine: one client for all requests, made anew when the engine was lost."""
+"""The server's attachment to its engine: one client for all requests, which finds a lost engine again."""
 
 import asyncio
 import logging
@@ -11,14 +11,16 @@ from ipc.errors import EngineError, PeerLost
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
-"""How long a request waits for an engine that is being attached to."""
+"""How long a new request waits for an engine that is being attached to."""
 
 
 class EngineLink:
     """Used from one event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, reconnect_s: float) -> None:
+        """``reconnect_s``: how long requests that are open wait for a lost engine to be back."""
         self.address = address
+        self._reconnect_s = reconnect_s
         self._client: AsyncClient | None = None
         self._attaching: asyncio.Task[AsyncClient] | None = None
 
@@ -32,7 +34,8 @@ class EngineLink:
         """
         while True:
             try:
-                self._client = await AsyncClient(self.address, timeout_s=timeout_s or ATTACH_TIMEOUT_S).attach()
+                client = AsyncClient(self.address, timeout_s=timeout_s or ATTACH_TIMEOUT_S, reconnect_s=self._reconnect_s)
+                self._client = await client.attach()
                 return self._client
             except PeerLost:
                 if timeout_s is not None:
@@ -40,12 +43,14 @@ class EngineLink:
 
     async def client(self) -> AsyncClient:
         """An attached client. Raises ApiError 503 when there is no engine, after having looked for one."""
-        if self._client is not None and not self._client.is_lost:
-            return self._client
+        client = self._client
+        if client is None:
+            raise ApiError(503, "the engine can't be reached", code="engine_unavailable")
+        if not client.is_lost:
+            return client
         if self._attaching is None or self._attaching.done():
-            if self._client is not None:
-                log.warning("the engine at %s is gone; looking for one", self.address)
-            self._attaching = asyncio.create_task(self._attach_again())
+            log.warning("the engine at %s is gone; looking for one", self.address)
+            self._attaching = asyncio.create_task(self._attach_again(client))
             self._attaching.add_done_callback(_note_end)
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -60,13 +65,10 @@ class EngineLink:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _attach_again(self) -> AsyncClient:
-        old, self._client = self._client, None
-        if old is not None:
-            await old.aclose()
-        self._client = await AsyncClient(self.address).attach()
+    async def _attach_again(self, client: AsyncClient) -> AsyncClient:
+        await client.attach()
         log.warning("attached to the engine at %s", self.address)
-        return self._client
+        return client
 
 
 def _note_end(attaching: asyncio.Task[AsyncClient]) -> None:

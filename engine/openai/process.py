@@ -47,7 +47,7 @@ async def serve(
         PeerLost, ConfigError, RequestError: the engine can't be attached to.
     """
     loop = asyncio.get_running_loop()
-    link = EngineLink(connect)
+    link = EngineLink(connect, settings.reconnect_s)
     server = Server(link, settings)
     web = WebServer(server.app)
     attaching = asyncio.create_task(link.attach(attach_timeout_s))

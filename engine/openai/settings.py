@@ -10,6 +10,9 @@ from ipc.errors import ConfigError
 MAX_BODY_BYTES = 8 << 20
 """By default. A prompt of 131,072 tokens has about half a megabyte as text, and under one as ids."""
 
+RECONNECT_S = 60.0
+"""By default: a small model is back in ten seconds, and few clients wait longer than a minute."""
+
 REQUIRED = ("fastapi", "uvicorn")
 
 
@@ -27,6 +30,8 @@ class HttpSettings:
     served_model_names: tuple[str, ...] = ()
     """Names under which requests may ask for the model beside its own; the first is what answers say."""
     max_body_bytes: int = MAX_BODY_BYTES
+    reconnect_s: float = RECONNECT_S
+    """How long requests that are open wait for a lost engine to be back."""
 
     def __post_init__(self) -> None:
         for name in ("api_keys", "cors_origins", "served_model_names"):

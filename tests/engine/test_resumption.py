@@ -43,14 +43,32 @@ def speak(most: int | None) -> Callable[[FakeCore, bytes, AddRequest], None]:
 
 
 class Cores:
-    """One after the other at one address, each with the next reply."""
+    """One after the other at one address, each with the next reply; the last one stays until the end."""
 
     def __init__(self, *replies: Callable[[FakeCore, bytes, AddRequest], None], **fields: Any) -> None:
+        """``fields``: what the model of all but the first differs in."""
         self._replies = list(replies)
         self._fields = fields
         self.requests: list[AddRequest] = []
         self._core = self._next("tcp://127.0.0.1:0")
         self.address = self._core.address
+        self._keeper = threading.Thread(target=self._keep)
+
+    def __enter__(self) -> "Cores":
+        self._keeper.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._replies.clear()
+        while self._keeper.is_alive():  # it may be on its way to one more
+            self._core.die()
+            self._keeper.join(0.01)
+
+    def _keep(self) -> None:
+        self._core.wait_gone()
+        while self._replies:
+            self._core = self._next(self.address)
+            self._core.wait_gone()
 
     def _next(self, endpoint: str) -> FakeCore:
         reply = self._replies.pop(0)
@@ -63,42 +81,22 @@ class Cores:
         core.endpoint = endpoint
         return core.__enter__()
 
-    def go_on(self) -> None:
-        """When the one that speaks is gone, the next."""
-        self._core._thread.join(30)
-        self._core = self._next(self.address)
 
-    def __enter__(self) -> "Cores":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._core.die()
-
-
-def read_blocking(cores: Cores, params: SamplingParams, *, losses_at: Sequence[int] = (0,)) -> list[Output]:
-    """All outputs; ``losses_at``: how many have been read when the core is gone that made the last of these."""
-    outputs: list[Output] = []
+def read_blocking(cores: Cores, params: SamplingParams) -> list[Output]:
     with Client(cores.address, reconnect_s=20) as client:
-        generation = client.generate("abc", params)
-        while True:
-            if len(outputs) in losses_at:
-                cores.go_on()
-            if (output := next(generation, None)) is None:
-                return outputs
-            outputs.append(output)
+        return list(client.generate("abc", params))
 
 
-def read_async(cores: Cores, params: SamplingParams, *, losses_at: Sequence[int] = (0,)) -> list[Output]:
+def read_async(cores: Cores, params: SamplingParams) -> list[Output]:
+    """Whatever is there at once, then the next."""
+
     async def go() -> list[Output]:
         outputs: list[Output] = []
         async with AsyncClient(cores.address, reconnect_s=20) as client:
             generation = client.generate("abc", params)
-            while True:
-                if len(outputs) in losses_at:
-                    await asyncio.to_thread(cores.go_on)
-                if (output := generation.poll() or await anext(generation, None)) is None:
-                    return outputs
+            while (output := generation.poll() or await anext(generation, None)) is not None:
                 outputs.append(output)
+        return outputs
 
     return asyncio.run(asyncio.wait_for(go(), 60))
 
@@ -158,7 +156,7 @@ def test_what_nothing_was_told_of_is_asked_for_as_it_was(read: Any) -> None:
 def test_cores_that_die_again_and_again_are_followed_while_tokens_come(read: Any) -> None:
     num_losses = MAX_LOSSES + 2
     with Cores(*[speak(3)] * num_losses, speak(None)) as cores:
-        outputs = read(cores, SamplingParams(max_tokens=20), losses_at=[3 * number for number in range(num_losses)])
+        outputs = read(cores, SamplingParams(max_tokens=20))
     assert tokens_of(outputs) == ANSWER
     assert len(cores.requests) == num_losses + 1
 
@@ -166,11 +164,8 @@ def test_cores_that_die_again_and_again_are_followed_while_tokens_come(read: Any
 def test_a_request_that_no_core_survives_is_given_up() -> None:
     with Cores(*[speak(0)] * (MAX_LOSSES + 1)) as cores, Client(cores.address, reconnect_s=20) as client:
         generation = client.generate("abc", SamplingParams(max_tokens=20))
-        restarts = threading.Thread(target=lambda: [cores.go_on() for _ in range(MAX_LOSSES)])
-        restarts.start()
         with pytest.raises(PeerLost, match="is gone"):
             next(generation)
-        restarts.join(30)
         assert len(cores.requests) == MAX_LOSSES + 1
 
 
@@ -230,6 +225,5 @@ def test_a_stream_that_is_closed_while_the_engine_is_sought_stays_closed() -> No
         generation = client.generate("abc", SamplingParams(max_tokens=20))
         assert [next(generation).num_new_tokens, next(generation).num_new_tokens] == [1, 1]
         generation.close()
-        cores.go_on()
         assert list(generation) == []
-        assert len(cores.requests) == 1
+    assert len(cores.requests) == 1
