@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ from engine.batch import Result, check_list, params_of_batch, room_for, run_batc
 from engine.outputs import Answers, Output
 from engine.progress import ProgressHook
 from engine.prompts import Prepare, Prepared, PrepareItem, TextSide
+from engine.resumption import Losses, TimeLeft, told_to
 from engine.text.tokenizer import Tokenizer
 from ipc.aclient import AsyncTokenClient, AsyncTokenStream
-from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
+from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, Told, check_request_id, check_timeout
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.errors import PeerLost
 from ipc.messages import ModelInfo, TimelineReply
@@ -30,9 +32,14 @@ class _Attachment(NamedTuple):
     text: TextSide
 
 
-class _Sent(NamedTuple):
+_Resend = Callable[[], Awaitable[AsyncTokenStream]]
+
+
+@dataclass(slots=True)
+class _Sent:
     stream: AsyncTokenStream
     answers: Answers
+    losses: Losses[_Resend]
 
 
 class AsyncClient:
@@ -42,8 +49,9 @@ class AsyncClient:
             async for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.delta, end="")
 
-    When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
-    given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
+    When the engine goes away, everything that is open raises PeerLost, and so does every later call. With ``reconnect_s``
+    the client attaches again instead, to whatever engine is at ``addr`` by then, and waits so many seconds for it: requests
+    that are open are sent once more with the tokens that they have, and their outputs go on where they were.
 
     An engine that was started with ``--server-key`` is reached with ``server_key``, its public key or the file of it, and
     ``client_key``, the file of a secret key that it lets in. Where they are not given, BRIGADE_SERVER_KEY and
@@ -66,9 +74,11 @@ class AsyncClient:
         self._attaching = asyncio.Lock()
         self._is_closed = False
         self._attachment: _Attachment | None = None
+        self._seeking: asyncio.Future[_Attachment] | None = None
+        """The way to an engine in place of a lost one."""
 
     async def attach(self) -> "AsyncClient":
-        """What ``async with`` does on entry.
+        """What ``async with`` does on entry; with ``reconnect_s`` also the way to find a lost engine again.
 
         Raises:
             PeerLost: no engine answered at ``addr`` within ``timeout_s``.
@@ -78,6 +88,7 @@ class AsyncClient:
         async with self._attaching:
             if self._attachment is None:
                 self._attachment = await _attach(self._addr, self._timeout_s, self._keys)
+        await self._attached()
         return self
 
     async def __aenter__(self) -> "AsyncClient":
@@ -239,6 +250,8 @@ class AsyncClient:
     async def aclose(self) -> None:
         """End all open requests and leave. Idempotent."""
         self._is_closed = True
+        if self._seeking is not None:
+            self._seeking.cancel()
         if self._attachment is not None:
             await self._attachment.tokens.aclose()
 
@@ -256,9 +269,15 @@ class AsyncClient:
             async with self._attaching:
                 if self._may_reattach():
                     assert self._reconnect_s is not None
-                    self._attachment = await _attach(self._addr, self._reconnect_s, self._keys)
-                    if self._is_closed:
-                        await self._attachment.tokens.aclose()
+                    old = self._attachment_now()
+                    await old.tokens.aclose()
+                    self._seeking = asyncio.ensure_future(_attach(self._addr, self._reconnect_s, self._keys, old.text))
+                    try:
+                        self._attachment = await self._seeking
+                    except asyncio.CancelledError:
+                        if self._is_closed:
+                            raise PeerLost("the client was closed") from None
+                        raise
         return self._attachment_now()
 
     async def _batch(
@@ -278,13 +297,24 @@ class AsyncClient:
     ) -> "AsyncGeneration":
         """Sent now; or, when the engine must be found again first, when its first output is awaited."""
         request_id = check_request_id(request_id)
+        time_left = TimeLeft(timeout_s)
 
         def send(attachment: _Attachment) -> _Sent:
-            prepared = prepare(attachment.text)
-            stream = attachment.tokens.generate(
-                prepared.token_ids, prepared.params, request_id, priority=priority, timeout_s=timeout_s
-            )
-            return _Sent(stream, attachment.text.answers(request_id, prepared))
+            begun_at = attachment.text
+            prepared = prepare(begun_at)
+            answers = begun_at.answers(request_id, prepared)
+
+            def stream_of(tokens: AsyncTokenClient, timeout_s: float | None, told: Told | None = None) -> AsyncTokenStream:
+                return tokens.generate(
+                    prepared.token_ids, prepared.params, request_id, priority=priority, timeout_s=timeout_s, told=told
+                )
+
+            async def resend() -> AsyncTokenStream:
+                tokens, found = await self._attached()
+                return stream_of(tokens, time_left(), told_to(answers, begun_at, found.model, self._addr))
+
+            losses = Losses[_Resend](None if self._reconnect_s is None else resend)
+            return _Sent(stream_of(attachment.tokens, timeout_s), answers, losses)
 
         async def find_and_send() -> _Sent:
             return send(await self._attached())
@@ -294,9 +324,12 @@ class AsyncClient:
         return AsyncGeneration(request_id, send(self._attachment_now()), find_and_send)
 
 
-async def _attach(addr: str, timeout_s: float, keys: _Keys) -> _Attachment:
+async def _attach(addr: str, timeout_s: float, keys: _Keys, known: TextSide | None = None) -> _Attachment:
+    """``known`` is taken over if it is of the same model: making one takes long."""
     tokens = AsyncTokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
     model = await tokens.attach()
+    if known is not None and known.is_of(model):
+        return _Attachment(tokens, known)
     try:
         return _Attachment(tokens, await asyncio.to_thread(TextSide, model))  # parsing takes a while
     except BaseException:
@@ -329,20 +362,29 @@ class AsyncGeneration:
             await self._send_once()
         if self._sent is None:
             raise StopAsyncIteration
-        stream, answers = self._sent
-        while not answers.are_over:
-            output = answers.take(await anext(stream), stream)
+        sent = self._sent
+        while not sent.answers.are_over:
+            stream = sent.stream
+            try:
+                sent.losses.raise_polled()
+                message = await anext(stream)
+            except PeerLost as error:
+                await self._replace(sent, stream, error)
+                continue
+            sent.losses.note_message()
+            output = sent.answers.take(message, stream)
             if output is not None:
                 return output
         raise StopAsyncIteration
 
     def poll(self) -> Output | None:
-        """The next output if it is there already, without waiting; None also when there will be none. Raises as ``anext``."""
-        if self._sent is None:
+        """The next output if it is there already, without waiting; None also when there will be none, or when ``anext`` would
+        have to find the engine again. Raises as ``anext``.
+        """
+        if (sent := self._sent) is None:
             return None
-        stream, answers = self._sent
-        while not answers.are_over and (message := stream.poll()) is not None:
-            output = answers.take(message, stream)
+        while not sent.answers.are_over and (message := sent.losses.poll(sent.stream.poll)) is not None:
+            output = sent.answers.take(message, sent.stream)
             if output is not None:
                 return output
         return None
@@ -358,6 +400,13 @@ class AsyncGeneration:
 
     async def __aexit__(self, *exc_info: Any) -> None:
         await self.aclose()
+
+    async def _replace(self, sent: _Sent, lost: AsyncTokenStream, error: PeerLost) -> None:
+        async with self._sending:
+            if sent.stream is lost:
+                sent.stream = await sent.losses.way_on(error)()
+                if self._is_closed:
+                    sent.stream.close()
 
     async def _send_once(self) -> None:
         async with self._sending:

@@ -20,30 +20,44 @@ def check_request(message: AddRequest, info: ModelInfo) -> None:
             raise RequestError(f"{name} holds {wrong}; ids must be between 0 and {info.vocab_size - 1}", field=name)
     if not message.prompt_token_ids.size:
         raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
-    num_tokens = message.prompt_token_ids.size + message.output_token_ids.size
+    _check_choices(message)
+    most_outputs = max(message.counts, default=message.output_token_ids.size)
+    num_tokens = message.prompt_token_ids.size + most_outputs
     if num_tokens >= info.max_model_len:
         raise RequestError(
             f"prompt_token_ids has {num_tokens} tokens; the context limit is {info.max_model_len} with at least one "
             "token for the answer",
             field="prompt_token_ids",
         )
-    if message.params.n > 1 and message.output_token_ids.size:
-        raise RequestError(
-            f"output_token_ids has {message.output_token_ids.size} tokens, but n={message.params.n}: only a single answer "
-            "can be gone on with; send each with its own seed and n=1",
-            field="output_token_ids",
-        )
     timeout_s = message.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise RequestError(f"timeout_s={timeout_s} must be a finite number of seconds above 0", field="timeout_s")
     most = message.params.max_tokens
-    if most is not None and message.output_token_ids.size >= most:
+    if most is not None and most_outputs >= most:
         raise RequestError(
-            f"output_token_ids has {message.output_token_ids.size} tokens, max_tokens={most} leaves none to generate",
-            field="output_token_ids",
+            f"output_token_ids has {most_outputs} tokens, max_tokens={most} leaves none to generate", field="output_token_ids"
         )
     _check_params(message.params, info)
     _check_prompt_logprobs(message, info.vocab_size)
+
+
+def _check_choices(message: AddRequest) -> None:
+    """Of a resubmission: whose are the tokens that it brings?"""
+    n, indices, counts = message.params.n, message.indices, message.counts
+    if n > 1 and message.output_token_ids.size and not indices:
+        raise RequestError(
+            f"output_token_ids has {message.output_token_ids.size} tokens, and n={n}: indices and counts must say to which "
+            "choices they belong",
+            field="indices",
+        )
+    if indices != sorted(set(indices)) or (indices and not 0 <= indices[0] <= indices[-1] < n):
+        raise RequestError(f"indices={indices!r:.80} must be ascending numbers from 0 to n-1={n - 1}", field="indices")
+    if len(counts) != len(indices):
+        raise RequestError(f"counts has {len(counts)} entries for {len(indices)} of indices", field="counts")
+    if indices and (min(counts) < 0 or sum(counts) != message.output_token_ids.size):
+        raise RequestError(
+            f"counts={counts!r:.80} must add up to the {message.output_token_ids.size} tokens of output_token_ids", field="counts"
+        )
 
 
 def _check_params(params: SamplingParams, info: ModelInfo) -> None:

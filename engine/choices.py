@@ -35,7 +35,7 @@ def choices_of(
     """A request for each answer, with internal ids from ``first_id`` on.
 
     Their parameters are what workers need: nothing is unset that has a default, a salt becomes a part of the cache key, a
-    form becomes masks.
+    form becomes masks. Of a resubmission only those that are still open.
     """
     asked = message.params
     cache_key_parts = () if asked.cache_salt is None else ((0, b"salt:" + asked.cache_salt.encode()),)
@@ -47,7 +47,7 @@ def choices_of(
             client=client,
             prompt_token_ids=message.prompt_token_ids,
             params=params if index == 0 else replace(params, seed=seed_of_choice(seed, index), prompt_logprobs=None),
-            output_token_ids=message.output_token_ids.tolist(),
+            output_token_ids=output_token_ids,
             priority=message.priority,
             index=index,
             takes_updates=message.takes_updates,
@@ -55,8 +55,19 @@ def choices_of(
             deadline=None if message.timeout_s is None else now + message.timeout_s,
             cache_key_parts=cache_key_parts,
         )
-        for index in range(asked.n)
+        for index, output_token_ids in outputs_by_choice(message)
     ]
+
+
+def outputs_by_choice(message: AddRequest) -> Iterator[tuple[int, list[int]]]:
+    """Index of each choice that is to be computed, and the tokens that it has; for a message that was checked."""
+    if not message.indices:
+        yield from ((index, message.output_token_ids.tolist()) for index in range(message.params.n))
+        return
+    start = 0
+    for index, count in zip(message.indices, message.counts, strict=True):
+        yield index, message.output_token_ids[start : start + count].tolist()
+        start += count
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A blocking client: text or token ids in, text and token ids out."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -9,10 +9,12 @@ from engine.batch import Result, Tell, check_list, params_of_batch, room_for, ru
 from engine.outputs import Answers, Output
 from engine.progress import ProgressHook
 from engine.prompts import Prepare, Prepared, PrepareItem, TextSide
+from engine.resumption import Losses, TimeLeft, told_to
 from engine.text.tokenizer import Tokenizer
 from ipc.client import TokenClient, TokenStream
-from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, check_request_id, check_timeout
+from ipc.conversation import ATTACH_TIMEOUT_S, CONTROL_TIMEOUT_S, Scalar, Told, check_request_id, check_timeout
 from ipc.endpoints import DEFAULT_LISTEN
+from ipc.errors import PeerLost
 from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
 from ipc.security import KeySource
@@ -36,8 +38,9 @@ class Client:
             for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.delta, end="")
 
-    When the engine goes away, everything that is open raises PeerLost. So does every later call, unless ``reconnect_s`` is
-    given: then the next call attaches again, to whatever engine is at ``addr`` by then, and waits so many seconds for it.
+    When the engine goes away, everything that is open raises PeerLost, and so does every later call. With ``reconnect_s``
+    the client attaches again instead, to whatever engine is at ``addr`` by then, and waits so many seconds for it: requests
+    that are open are sent once more with the tokens that they have, and their outputs go on where they were.
 
     An engine that was started with ``--server-key`` is reached with ``server_key``, its public key or the file of it, and
     ``client_key``, the file of a secret key that it lets in. Where they are not given, BRIGADE_SERVER_KEY and
@@ -243,7 +246,7 @@ class Client:
         with self._reconnecting:
             if self._attachment.tokens.is_lost and not self._is_closed:
                 self._attachment.tokens.close()
-                self._attachment = _attach(self._addr, self._reconnect_s, self._keys)
+                self._attachment = _attach(self._addr, self._reconnect_s, self._keys, self._attachment.text)
             if self._is_closed:
                 self._attachment.tokens.close()
             return self._attachment
@@ -265,16 +268,26 @@ class Client:
         tokens, text = self._attached()
         prepared = prepare(text)
         answers = text.answers(check_request_id(request_id), prepared)
-        stream = tokens.generate(
-            prepared.token_ids, prepared.params, answers.request_id, priority=priority, timeout_s=timeout_s, on_news=on_news
-        )
-        return Generation(stream, answers)
+        time_left = TimeLeft(timeout_s)
+
+        def send(tokens: TokenClient, timeout_s: float | None, told: Told | None = None) -> TokenStream:
+            return tokens.generate(
+                prepared.token_ids, prepared.params, answers.request_id, priority=priority,
+                timeout_s=timeout_s, on_news=on_news, told=told,
+            )  # fmt: skip
+
+        def resend() -> TokenStream:
+            tokens, found = self._attached()
+            return send(tokens, time_left(), told_to(answers, text, found.model, self._addr))
+
+        return Generation(send(tokens, timeout_s), answers, None if self._reconnect_s is None else resend)
 
 
-def _attach(addr: str, timeout_s: float, keys: _Keys) -> _Attachment:
+def _attach(addr: str, timeout_s: float, keys: _Keys, known: TextSide | None = None) -> _Attachment:
+    """``known`` is taken over if it is of the same model: making one takes long."""
     tokens = TokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
     try:
-        return _Attachment(tokens, TextSide(tokens.model))
+        return _Attachment(tokens, known if known is not None and known.is_of(tokens.model) else TextSide(tokens.model))
     except BaseException:
         tokens.close()
         raise
@@ -287,10 +300,14 @@ class Generation:
     the request.
     """
 
-    def __init__(self, stream: TokenStream, answers: Answers) -> None:
+    def __init__(self, stream: TokenStream, answers: Answers, resend: Callable[[], TokenStream] | None) -> None:
+        """``resend``, if any, finds the engine again and sends what is still open of the request."""
         self.request_id = stream.request_id
         self._stream = stream
         self._answers = answers
+        self._losses = Losses(resend)
+        self._finding = threading.Lock()
+        self._is_closed = False
 
     def __iter__(self) -> "Generation":
         return self
@@ -298,7 +315,13 @@ class Generation:
     def __next__(self) -> Output:
         """Raises RequestError when the engine ends the request with an error, PeerLost when the engine is gone."""
         while not self._answers.are_over:
-            output = self._answers.take(next(self._stream), self._stream)
+            stream = self._stream
+            try:
+                message = self._losses.read(stream.__next__)
+            except PeerLost as error:
+                self._replace(stream, error)
+                continue
+            output = self._answers.take(message, stream)
             if output is not None:
                 return output
         raise StopIteration
@@ -309,8 +332,10 @@ class Generation:
         return self._answers.are_over
 
     def poll(self) -> Output | None:
-        """The next output if it is there already, without waiting; None also when there will be none. Raises as ``next``."""
-        while not self._answers.are_over and (message := self._stream.poll()) is not None:
+        """The next output if it is there already, without waiting; None also when there will be none, or when ``next`` would
+        have to find the engine again. Raises as ``next``.
+        """
+        while not self._answers.are_over and (message := self._losses.poll(self._stream.poll)) is not None:
             output = self._answers.take(message, self._stream)
             if output is not None:
                 return output
@@ -318,7 +343,15 @@ class Generation:
 
     def close(self) -> None:
         """Stop reading; the request ends at the engine if it had not. Idempotent."""
+        self._is_closed = True
         self._stream.close()
+
+    def _replace(self, lost: TokenStream, error: PeerLost) -> None:
+        with self._finding:
+            if self._stream is lost:
+                self._stream = self._losses.way_on(error)()
+                if self._is_closed:
+                    self._stream.close()
 
     def __enter__(self) -> "Generation":
         return self

@@ -373,8 +373,9 @@ class EngineCore:
             )  # fmt: skip
         check_request(message, self._info)
         params = message.params
-        check_open_room(len(self._open), params.n, self._config.max_num_seqs, self._config.max_queued_requests)
-        num_tokens = params.n * (message.prompt_token_ids.size + message.output_token_ids.size)
+        num_choices = len(message.indices) or params.n
+        check_open_room(len(self._open), num_choices, self._config.max_num_seqs, self._config.max_queued_requests)
+        num_tokens = num_choices * message.prompt_token_ids.size + message.output_token_ids.size
         check_queue_room(self._num_waiting_tokens(), num_tokens, self._config.max_queued_tokens)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         requests = choices_of(
@@ -388,7 +389,7 @@ class EngineCore:
         self._open.add(requests)
         for request in requests:
             self._deadlines.add(request)
-        if shares_blocks or params.structured is not None:
+        if not message.indices and (shares_blocks or params.structured is not None):
             self._open.hold(requests, params.structured, waits_for_blocks=shares_blocks)
             del requests[1:]
         for request in requests:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engine.text.detokenizer import Detokenizer
 from engine.text.stop_strings import StopStrings
+from ipc.conversation import Told
 from ipc.messages import RequestOutput, TokenLogprobs
 from ipc.params import SamplingParams
 
@@ -92,15 +93,24 @@ class Endable(Protocol):
 class Answers:
     """Builds the outputs of one request, choice by choice."""
 
-    def __init__(self, answers: Sequence["Answer"]) -> None:
-        """One for each choice, in order."""
+    def __init__(self, answers: Sequence["Answer"], seed: int | None) -> None:
+        """``answers``: one for each choice, in order. ``seed``: what was asked for, if anything was."""
         self.request_id = answers[0].request_id
         self._answers = answers
+        self._seed = seed
+        """Choice 0's, once it is known."""
         self._open = set(range(len(answers)))
 
     @property
     def are_over(self) -> bool:
         return not self._open
+
+    def told(self) -> Told | None:
+        """What was told of the choices that are still open, for another core to go on; None when it couldn't: only choice
+        0's seed says what the others' are, and it may be the one of which nothing came yet.
+        """
+        outputs = {index: list(self._answers[index].token_ids) for index in sorted(self._open)}
+        return None if self._seed is None and any(outputs.values()) else Told(seed=self._seed, outputs=outputs)
 
     def take(self, message: RequestOutput, stream: Endable) -> Output | None:
         """The next output; None for what the core made of a choice before it heard that a stop string had ended it.
@@ -109,6 +119,8 @@ class Answers:
         """
         if message.index not in self._open:
             return None
+        if message.index == 0:
+            self._seed = message.seed
         output = self._answers[message.index].take(message)
         if output.finish_reason is not None:
             self._open.remove(message.index)
@@ -143,6 +155,11 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All so far."""
+        return self._token_ids
 
     def take(self, message: RequestOutput) -> Output:
         """The next output. A finish reason in it that ``message`` has not means that a stop string matched."""

@@ -1,7 +1,7 @@
 """A text client's way in: prompts and messages to token ids, checked against the model's limits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.outputs import Answer, Answers
@@ -37,6 +37,13 @@ class TextSide:
         special = self._tokenizer.special_tokens if self._tokenizer is not None else {}
         self._template = ChatTemplate(model.chat_template, special, named_templates(model.tokenizer_config))
 
+    def is_of(self, model: ModelInfo) -> bool:
+        """Whether this core serves the same model as far as a client can tell, so that answers may go on at the one that were
+        begun at the other.
+        """
+        others = (field.name for field in fields(ModelInfo) if field.name != "core_id")
+        return all(getattr(model, name) == getattr(self.model, name) for name in others)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises RequestError when the model came without one."""
@@ -69,7 +76,7 @@ class TextSide:
         others = replace(params, prompt_logprobs=None)  # they come with the first choice
         return Answers([
             self._answer(request_id, prepared, params if index == 0 else others) for index in range(params.n)
-        ])
+        ], params.seed)
 
     def _answer(self, request_id: str, prepared: Prepared, params: SamplingParams) -> Answer:
         tokenizer = self._tokenizer

@@ -21,6 +21,7 @@ from ipc.conversation import (
     Handshakes,
     Reply,
     Scalar,
+    Told,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -113,8 +114,11 @@ class AsyncTokenClient:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        told: Told | None = None,
     ) -> "AsyncTokenStream":
         """Submit a request now; ``async for`` over the result gives its outputs, with ``params.n`` those of all choices.
+
+        ``told`` is what another core had told of this request: this one goes on behind it.
 
         Raises:
             RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
@@ -122,9 +126,10 @@ class AsyncTokenClient:
         """
         request_id = check_request_id(request_id)
         params = params or SamplingParams()
-        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s)
+        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s, told)
+        num_choices = params.n if told is None else len(told.outputs)
         connection = self._attached()
-        return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames, params.n))
+        return AsyncTokenStream(connection, request_id, connection.open_stream(request_id, frames, num_choices))
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices; each gets a last output. Harmless for ids that are unknown or over."""

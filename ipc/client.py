@@ -25,6 +25,7 @@ from ipc.conversation import (
     Handshakes,
     Reply,
     Scalar,
+    Told,
     abort_frames,
     add_request_frames,
     attach_frames,
@@ -122,10 +123,12 @@ class TokenClient:
         priority: int = 0,
         timeout_s: float | None = None,
         on_news: Callable[[], None] | None = None,
+        told: Told | None = None,
     ) -> "TokenStream":
         """Submit a request now; iterate over the result for its outputs, with ``params.n`` those of all choices.
 
         ``on_news`` is called, from any thread, when there is something to read: then ``next`` of the stream does not wait.
+        ``told`` is what another core had told of this request: this one goes on behind it.
 
         Raises:
             RequestError: the request can't be sent as it is. The core's own refusals come from the stream.
@@ -133,8 +136,9 @@ class TokenClient:
         """
         request_id = check_request_id(request_id)
         params = params or SamplingParams()
-        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s)
-        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames, params.n, on_news))
+        frames = add_request_frames(request_id, token_ids, params, priority, timeout_s, told)
+        num_choices = params.n if told is None else len(told.outputs)
+        return TokenStream(self, request_id, self._connection.open_stream(request_id, frames, num_choices, on_news))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices; each gets a last output. Harmless for ids that are unknown or over."""

@@ -3,7 +3,7 @@
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,22 +116,46 @@ def check_timeout(timeout_s: float, field: str = "timeout_s") -> float:
     return timeout_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a core that is gone had told of a request, for another one to go on behind it."""
+
+    seed: int | None
+    """The request's, that is choice 0's; None if nothing was told yet."""
+
+    outputs: dict[int, list[int]]
+    """Tokens of each choice that is still open, by index in ascending order."""
+
+
 def attach_frames(name: str) -> list[Frame]:
     return encode(Attach(client=name[:256]))
 
 
 def add_request_frames(
-    request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0, timeout_s: float | None = None
-) -> list[Frame]:
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0, timeout_s: float | None = None,
+    told: Told | None = None,
+) -> list[Frame]:  # fmt: skip
     """Raises RequestError for what can't be put on the wire; all other rules are the core's."""
     if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
         raise RequestError(f"priority={priority!r} must be an integer of 32 bits", field="priority")
     if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
         raise RequestError(f"timeout_s={timeout_s!r} must be a number of seconds above 0", field="timeout_s")
-    return encode(AddRequest(
+    request = AddRequest(
         request_id=request_id, prompt_token_ids=_id_buffer(token_ids), params=params, priority=priority,
         timeout_s=None if timeout_s is None else float(timeout_s), takes_updates=True,
-    ))
+    )  # fmt: skip
+    return encode(request if told is None or told.seed is None else _resubmission(request, told))
+
+
+def _resubmission(request: AddRequest, told: Told) -> AddRequest:
+    has_choices = request.params.n > 1
+    return replace(
+        request,
+        params=replace(request.params, seed=told.seed),
+        output_token_ids=_id_buffer([token_id for token_ids in told.outputs.values() for token_id in token_ids]),
+        counts=[len(token_ids) for token_ids in told.outputs.values()] if has_choices else [],
+        indices=list(told.outputs) if has_choices else [],
+    )
 
 
 def abort_frames(request_id: str, reason: str = "abort", index: int | None = None) -> list[Frame]:

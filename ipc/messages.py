@@ -423,13 +423,17 @@ class AddRequest:
     prompt_token_ids: IdBuffer
     params: SamplingParams
     output_token_ids: IdBuffer = field(default_factory=lambda: np.zeros(0, np.int32))
-    """On resubmission: what was received before; generation goes on behind it. Only with one choice."""
+    """On resubmission: what was received before; generation goes on behind it. Of several choices one after the other."""
     priority: Annotated[int, Bounds(-(1 << 31), (1 << 31) - 1)] = 0
     """With ``--scheduling-policy priority``: the lowest number runs first."""
     timeout_s: float | None = None
     """Seconds from its arrival at the core, after which the request ends with reason "timeout" and what it has."""
     takes_updates: bool = False
     """Whether the client reads TokenUpdates."""
+    counts: Ints = field(default_factory=list)
+    """On resubmission with ``params.n`` above 1: how many of ``output_token_ids`` each choice has that is still open."""
+    indices: Ints = field(default_factory=list)
+    """Which choices these are, in ascending order."""
 
 
 @message(tag=34)

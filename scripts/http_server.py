@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from engine.openai.listener import listen, url_of
+from engine.openai.settings import RECONNECT_S
 from ipc.conversation import ATTACH_TIMEOUT_S
 from ipc.endpoints import DEFAULT_LISTEN
 from ipc.logs import LEVELS, set_up_logging
@@ -27,16 +28,20 @@ except ImportError:
               help="Where to serve; port 0 takes any that is free, told in the ready line.")  # fmt: skip
 @http_options
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without a key.")
+@click.option("--reconnect-timeout", type=Seconds(1), default=RECONNECT_S, show_default=True,
+              help="Seconds that open requests wait for a lost engine to be back; then they go on where they were.")  # fmt: skip
 @click.option("--drain-timeout", type=Seconds(0), default=30.0, show_default=True,
               help="Seconds that open requests get to finish at shutdown.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="How much is logged.")
 def command(
-    connect: str, server_key: str | None, client_key: str | None, http: str, drain_timeout: float, log_level: str, **options: Any
+    connect: str, server_key: str | None, client_key: str | None, http: str, reconnect_timeout: float, drain_timeout: float,
+    log_level: str, **options: Any,
 ) -> None:
     """Serve a running engine over HTTP, as OpenAI's API does (docs/http.md).
 
     When requests are answered, a line says where: `brigade http ready: …`. SIGTERM or Ctrl-C lets open requests finish and
-    ends with exit code 0; a second one stops at once. If the engine is lost, requests get status 503 until it is back.
+    ends with exit code 0; a second one stops at once. If the engine is lost, open requests wait for it and go on where they
+    were, and new ones get status 503 until it is back.
 
     \b
     Exit codes:
@@ -52,7 +57,7 @@ def command(
         url = url_of(listener)
         ask_for_promptness()
         asyncio.run(serve(
-            settings, EngineLink(connect, server_key, client_key), listener, drain_timeout_s=drain_timeout,
-            attach_timeout_s=ATTACH_TIMEOUT_S,
+            settings, EngineLink(connect, server_key, client_key, reconnect_s=reconnect_timeout), listener,
+            drain_timeout_s=drain_timeout, attach_timeout_s=ATTACH_TIMEOUT_S,
             on_up=lambda: click.echo(f"brigade http ready: connect={connect} http={url}", err=True),
         ))  # fmt: skip

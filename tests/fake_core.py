@@ -97,7 +97,11 @@ class FakeCore:
         """Close the socket, as a core that is gone. Idempotent."""
         if self._thread.is_alive():
             self._post(None)
-            self._thread.join(DEADLINE_S)
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        """Until it has died."""
+        self._thread.join(DEADLINE_S)
         for waker in self._wakers:
             waker.close()
 

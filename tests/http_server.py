@@ -12,14 +12,14 @@ import httpx
 from engine.openai.app import Server
 from engine.openai.link import EngineLink
 from engine.openai.listener import listen, url_of
-from engine.openai.settings import HttpSettings
+from engine.openai.settings import RECONNECT_S, HttpSettings
 from engine.openai.web_server import WebServer
 
 DEADLINE_S = 20.0
 
 
 @contextlib.contextmanager
-def serving(address: str, **settings: Any) -> Iterator[str]:
+def serving(address: str, *, reconnect_s: float = RECONNECT_S, **settings: Any) -> Iterator[str]:
     """A ready server; gives its URL."""
     listener = listen("127.0.0.1", 0)
     url = url_of(listener)
@@ -27,7 +27,7 @@ def serving(address: str, **settings: Any) -> Iterator[str]:
     found: dict[str, Any] = {}
 
     async def main() -> None:
-        link = EngineLink(address)
+        link = EngineLink(address, reconnect_s=reconnect_s)
         server = Server(link, HttpSettings(host="127.0.0.1", port=0, **settings))
         try:
             await link.attach(DEADLINE_S)

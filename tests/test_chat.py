@@ -41,6 +41,15 @@ def one_word(core: FakeCore, client: bytes, request: AddRequest) -> None:
     core.output(client, request.request_id, ids("well"), num_prompt_tokens=len(request.prompt_token_ids), num_output_tokens=4)
 
 
+def second_word(core: FakeCore, client: bytes, request: AddRequest) -> None:
+    """Ends what another core began."""
+    if request.output_token_ids.size:
+        tokens = [*ids(" done"), EOS]
+        core.output(client, request.request_id, tokens, finish_reason="stop", num_output_tokens=4 + len(tokens))
+    else:
+        capitals(core, client, request)
+
+
 @contextmanager
 def chat(*words: str, reply: Reply = capitals, env: dict[str, str] | None = None, **fields: Any) -> Iterator[tuple[FakeCore, Terminal]]:
     with fake(reply, **{"max_model_len": LIMIT, **fields}) as core, Terminal("chat", "--connect", core.address, *words, env=env) as terminal:
@@ -160,12 +169,13 @@ def test_the_conversation_outlives_the_engine() -> None:
         terminal.type("lost\n")
         terminal.expect("well")
         core.die()
-        terminal.expect("is gone; your message was taken back, and the next one looks for an engine again")
-        with fake(capitals, max_model_len=LIMIT) as other:
+        with fake(second_word, max_model_len=LIMIT) as other:
             restart_at(other, core.address)
+            terminal.expect(" done\n")
+            assert asked(other).output_token_ids.tolist() == ids("well")
             terminal.type("back?\n")
             terminal.expect("BACK?\n")
-            assert turns_of(asked(other)) == ["hello", "HELLO", "back?"]
+            assert turns_of(asked(other)) == ["hello", "HELLO", "lost", "well done", "back?"]
             leave(terminal)
             assert terminal.end()[0] == 0
 

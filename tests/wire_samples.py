@@ -89,7 +89,7 @@ SAMPLES: list[Any] = [
     ),
     m.Attach(client="test 1"),
     m.AddRequest(request_id="r", prompt_token_ids=ids(1, 2, 3), params=PARAMS, output_token_ids=ids(4), priority=-1,
-        timeout_s=1.5, takes_updates=True),
+        timeout_s=1.5, takes_updates=True, counts=[1, 0], indices=[0, 2]),
     m.AbortRequest(request_id="r", reason="stop", index=2),
     m.Control(control_id=8, op="stats", seconds=2.5),
     m.ModelInfo(

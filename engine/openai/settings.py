@@ -10,6 +10,11 @@ from ipc.errors import ConfigError
 MAX_BODY_BYTES = 8 << 20
 """By default. A prompt of 131,072 tokens has about half a megabyte as text, and under one as ids."""
 
+RECONNECT_S = 60.0
+"""How long requests that are open wait for a lost engine to be back, by default: a small model takes ten seconds, and few
+clients wait longer than a minute.
+"""
+
 REQUIRED = ("fastapi", "uvicorn")
 
 

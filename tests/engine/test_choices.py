@@ -1,8 +1,9 @@
 """Several answers to one request: seeds, who waits for whom, and what becomes of each, whatever ends first. (S12)"""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import numpy as np
 import psutil
 import pytest
 
+from engine.admission import check_request
 from engine.choices import OpenRequests, choices_of, seed_of_choice
 from engine.request import ClientId, Request
 from ipc.channel import receive_within
 from ipc.codec import decode
+from ipc.errors import RequestError
 from ipc.messages import AbortRequest, AddRequest, RequestFailed, RequestOutput, TokenUpdates
 from ipc.params import MAX_SEED, SamplingParams
 from ipc.routes import ToldOutputs
 from ipc.structured import StructuredOutput
 from tests.engine.test_core import DEADLINE_S, Engine, RawClient, running_core
+from tests.fake_core import model_info
 from tests.fake_group import FakeGroup
 from tests.fakes import VOCAB_SIZE, FakeGrammar, expected_output
 from tests.tiny import byte_vocabulary, text_ids, write_tokenizer
@@ -45,18 +49,24 @@ def answers(n: int = 3, prompt: list[int] = PROMPT, num_tokens: int = 8) -> dict
     }
 
 
-def collect(client: RawClient, request_id: str, n: int) -> tuple[dict[int, list[int]], dict[int, str], list[RequestOutput]]:
-    """Tokens and endings by choice, and each one's last output; nothing may come behind that."""
+def collect(
+    client: RawClient, request_id: str, n: int, had: Mapping[int, int] | None = None
+) -> tuple[dict[int, list[int]], dict[int, str], list[RequestOutput]]:
+    """Tokens and endings by choice, and each one's last output; nothing may come behind that.
+
+    ``had``: tokens of each open choice of a resubmission.
+    """
+    had = dict.fromkeys(range(n), 0) if had is None else had
     told, tokens, reasons, last = ToldOutputs(), {}, {}, []
-    while len(reasons) < n:
+    while len(reasons) < len(had):
         message = decode(receive_within(client.socket, DEADLINE_S, "the core"), (RequestOutput, RequestFailed, TokenUpdates))
         for output in told.expand(message):
             assert isinstance(output, RequestOutput), output
             if output.request_id != request_id:
                 continue
-            assert output.index not in reasons and 0 <= output.index < n
+            assert output.index not in reasons and output.index in had
             tokens.setdefault(output.index, []).extend(output.new_token_ids)
-            assert output.num_output_tokens == len(tokens[output.index])
+            assert output.num_output_tokens == had[output.index] + len(tokens[output.index])
             if output.finish_reason:
                 reasons[output.index] = output.finish_reason
                 last.append(output)
@@ -296,13 +306,37 @@ def test_choices_count_as_requests_and_tokens_in_the_queue(tmp_path: Path) -> No
         expect_idle(client)
 
 
-def test_an_answer_that_was_begun_elsewhere_is_one_choice_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "rule", "given"),
+    [
+        ("indices", "has 3 tokens, and n=3: indices and counts must say", {}),
+        ("indices", "indices=[0, 3] must be ascending numbers from 0 to n-1=2", {"indices": [0, 3], "counts": [1, 2]}),
+        ("indices", "indices=[1, 0] must be ascending", {"indices": [1, 0], "counts": [1, 2]}),
+        ("indices", "indices=[1, 1] must be ascending", {"indices": [1, 1], "counts": [1, 2]}),
+        ("indices", "indices=[-1, 1] must be ascending", {"indices": [-1, 1], "counts": [1, 2]}),
+        ("counts", "counts has 1 entries for 2 of indices", {"indices": [0, 2], "counts": [3]}),
+        ("counts", "counts=[1, 1] must add up to the 3 tokens", {"indices": [0, 2], "counts": [1, 1]}),
+        ("counts", "counts=[4, -1] must add up", {"indices": [0, 2], "counts": [4, -1]}),
+        ("output_token_ids", "has 3 tokens, max_tokens=3 leaves none", {"indices": [0, 2], "counts": [3, 0], "max_tokens": 3}),
+    ],
+)
+def test_whose_the_tokens_are_that_a_resubmission_brings(field: str, rule: str, given: dict[str, Any]) -> None:
+    message = ask(**({"max_tokens": given.pop("max_tokens")} if "max_tokens" in given else {}))
+    resubmitted = replace(message, output_token_ids=np.array([1, 2, 3], np.int32), **given)
+    with pytest.raises(RequestError) as refused:
+        check_request(resubmitted, model_info())
+    assert refused.value.field == field and rule in refused.value.reason
+
+
+def test_choices_that_were_begun_elsewhere_go_on_from_where_each_was(tmp_path: Path) -> None:
+    """Choice 1 is over there; the others have two tokens and none. Their seeds are what they would have been."""
     with serving(tmp_path) as (_, _group, client):
-        message = ask()
-        client.ask(AddRequest(request_id="r", prompt_token_ids=message.prompt_token_ids, params=message.params,
-                              output_token_ids=np.array([1], np.int32)))
-        answer = client.hear()
-        assert isinstance(answer, RequestFailed) and answer.field == "output_token_ids" and "n=3" in answer.reason
+        whole = answers()
+        client.ask(replace(
+            ask("again"), output_token_ids=np.array(whole[0][:2], np.int32), counts=[2, 0], indices=[0, 2]
+        ))
+        assert collect(client, "again", 3, had={0: 2, 2: 0})[0] == {0: whole[0][2:], 2: whole[2]}
+        expect_idle(client)
 
 
 def test_choices_of_lost_workers_and_those_that_wait_for_an_epoch_run_in_it(tmp_path: Path) -> None:

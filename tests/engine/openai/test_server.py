@@ -303,7 +303,7 @@ def test_names_of_the_model(bench: Bench) -> None:
 
 def test_an_engine_that_is_gone_is_503_and_found_again(info: ModelInfo) -> None:
     core = FakeCore(info=info, reply=stay_silent)
-    with core, serving(core.address) as url:
+    with core, serving(core.address, reconnect_s=1.0) as url:
         with ThreadPoolExecutor(1) as pool:
             sent = pool.submit(httpx.post, url + PATHS[0], json={"prompt": "x"}, timeout=20)
             core.next(AddRequest)
