@@ -9,7 +9,7 @@ import json
 import resource
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -88,7 +88,7 @@ def command(
     _report(runs, streams + clients, left, bar=bar, json_path=json_path, check=check)
 
 
-def _report(runs: Sequence[tuple[Tally, Tally]], total: int, left: dict[str, object], *, bar: float, json_path: str | None, check: bool) -> None:
+def _report(runs: Sequence[tuple[Tally, Tally]], total: int, left: Mapping[str, object], *, bar: float, json_path: str | None, check: bool) -> None:
     rows = [
         [name, *(tally.ends[end] for end in ("right", "refused")), sum(tally.ends.values()) - tally.ends["right"] - tally.ends["refused"],
          f"{tally.wall_s:.1f}", tally.tokens_per_s]
