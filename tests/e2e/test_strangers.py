@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 MILLION = 10**6
 MEBIBYTE = 1 << 20
 LONGEST_S = 5.0
-"""To a refusal, on a machine that others load; alone each took under 2 s."""
+"""To a refusal, on a machine that others load, and twice as long as to the answer about health."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_x2_only_loopback_listens_and_private_sockets_are_private(guarded_engine
 
 @contextmanager
 def watched(engine: Engine, *, growth: int) -> Iterator[list[float]]:
-    """Health is asked all the while: 200 within a second. The server's and the core's memory may grow by ``growth`` bytes."""
+    """Health is asked all the while: always 200, and soon. The server's and the core's memory may grow by ``growth`` bytes."""
     core = engine.tree().core
     assert core is not None
     processes = [server_of(engine), core]
@@ -86,7 +86,7 @@ def watched(engine: Engine, *, growth: int) -> Iterator[list[float]]:
     finally:
         is_over.set()
         asker.join(30)
-    assert not failures and times and max(times) < 1.0, (failures, max(times))
+    assert not failures and times and max(times) < LONGEST_S / 2, (failures, max(times))
     for process, old in zip(processes, before, strict=True):
         new = process.memory_info().rss
         assert new - old < growth, f"{' '.join(process.cmdline())[:80]} grew by {(new - old) / MEBIBYTE:.0f} MiB"
