@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ GRACE_S = 15.0
 """Beyond the drain timeout, before what is left is killed."""
 
 CORE_END_S = 5.0
+DIRECTORY_PREFIX = "brigade-serve"
 
 HEAP_IN_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
 """Weights stream through the caches between any two steps, so that what a step touches of the heap, in ranks and core, is
@@ -45,7 +47,7 @@ class Launcher:
         self._words = words
         self._num_stages = num_stages
         self._drain_timeout_s = drain_timeout_s
-        self._directory = tempfile.mkdtemp(prefix="brigade-serve-")
+        self._directory = _make_directory()
         self._error_file = Path(self._directory) / "errors"
         self._stops = 0
         self._deadline: float | None = None
@@ -152,6 +154,18 @@ class Launcher:
         chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return {**loopback, **HEAP_IN_LARGE_PAGES, **child_environment(), **chosen}
+
+
+def _make_directory() -> str:
+    """A private one for the agent's files, named after this process; those of launchers that were killed are removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}-*-*-*"):
+        pid, start = path.name.removeprefix(f"{DIRECTORY_PREFIX}-").split("-")[:2]
+        with suppress(OSError, ValueError):
+            status = path.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and process_start(int(pid)) != int(start, 16):
+                shutil.rmtree(path, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}-{os.getpid()}-{process_start(os.getpid()):x}-")
 
 
 def _say(text: str) -> None:

@@ -31,6 +31,7 @@ from engine.openai.fields import (
     TokenizeRequest,
 )
 from engine.openai.gate import App, Gate
+from engine.openai.heap import HeapTrim
 from engine.openai.link import EngineLink
 from engine.openai.params import (
     Names,
@@ -71,6 +72,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, thread_name_prefix="short-text")
         self._long = ThreadPoolExecutor(NUM_LONG_THREADS, thread_name_prefix="long-text")
+        self._heap = HeapTrim()
         self._started = int(time.time())
         self._known_form: tuple[AsyncClient, CallForm] | None = None
         self.api = self._make_api()
@@ -211,6 +213,7 @@ class Server:
         raw = await read_body(request, self._settings.max_body_bytes)
         if len(raw) < LONG_BODY_BYTES:
             return parse_body(raw, model), False
+        self._heap.soon()
         return await asyncio.get_running_loop().run_in_executor(self._long, parse_body, raw, model), True
 
     async def _in_thread(self, work: Callable[[], Made], is_long: bool, names: Names) -> Made:

@@ -21,9 +21,10 @@ def parse_body(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise _error_of(_most_precise(error.errors(include_url=False))) from None
+        refusal = _error_of(_most_precise(error.errors(include_url=False)))
     except RecursionError:
-        raise ApiError(400, "the body is nested too deep", code="invalid_json") from None
+        refusal = ApiError(400, "the body is nested too deep", code="invalid_json")
+    raise refusal  # from here, so that it does not keep the other error alive, and with it all that was sent
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:

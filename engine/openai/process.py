@@ -5,6 +5,7 @@ when the core does.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -27,6 +28,10 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAST_ANSWERS_S = 3.0
 """Beyond the time to drain, for what the engine's end has to say."""
 
+OBJECTS_PER_COLLECTION = 50_000
+"""A body may hold a million lists. With Python's 700, looking through them again and again took most of a second, in which nobody
+else was answered."""
+
 ORPHAN_S = 2.0
 """Without its core there is nothing to wait for but the errors on their way."""
 
@@ -47,6 +52,8 @@ async def serve(
         PeerLost, ConfigError, RequestError: the engine can't be attached to.
     """
     loop = asyncio.get_running_loop()
+    gc.freeze()
+    gc.set_threshold(OBJECTS_PER_COLLECTION)
     server = Server(link, settings)
     web = WebServer(server.app)
     attaching = asyncio.create_task(link.attach(attach_timeout_s))

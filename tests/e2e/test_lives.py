@@ -78,7 +78,7 @@ def test_p8_engines_started_together_serve_their_own_model(
                     if model == checkpoints.fx_r:
                         excused += check_against(engine.raw, tiny_oracle.expect(8, [9, 20], 8), concurrency=2)
                     else:
-                        made = httpx.post(f"{url_of(engine)}/v1/completions", json={"prompt": [0], "temperature": 0}, timeout=60).json()
+                        made = httpx.post(f"{url_of(engine)}/v1/completions", json={"prompt": [0], "temperature": 0, "max_tokens": 40}, timeout=60).json()
                         assert made["choices"][0]["text"] == tiny.SCRIPT_TEXT
                     assert httpx.get(f"{url_of(engine)}/v1/models", timeout=60).json()["data"][0]["id"] == engine.raw.info.name
                 for engine in engines:
