@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 
 TRIM_AFTER_S = 1.0
 """Behind the first large body; those that come meanwhile are done with at once."""
@@ -21,5 +22,6 @@ class HeapTrim:
 
     def _now(self) -> None:
         self._timer = None
+        gc.collect()  # an error that was raised holds its frames, and they hold it
         if self._trim is not None:
             self._trim(0)
