@@ -12,6 +12,7 @@ A hello in any later state means that the group was restarted: the epoch ends an
 
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -184,13 +185,14 @@ class Executor:
         )
 
     def _kill(self, member: _Member) -> None:
-        hello = member.hello
-        if hello.host != self._core_host or member.started_at is None:
-            return
-        if process_start(hello.pid) == member.started_at:
-            logger.warning("rank %d (process %d) is killed: it is frozen", hello.rank, hello.pid)
+        if self._lives(member):
+            logger.warning("rank %d (process %d) is killed: it is frozen", member.hello.rank, member.hello.pid)
             with suppress(ProcessLookupError):
-                os.kill(hello.pid, signal.SIGKILL)
+                os.kill(member.hello.pid, signal.SIGKILL)
+
+    def _lives(self, member: _Member) -> bool:
+        """Whether its process is there; False also for one of another host."""
+        return member.started_at is not None and process_start(member.hello.pid) == member.started_at
 
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
@@ -288,6 +290,11 @@ class Executor:
             if known is not None and known.hello.nonce == hello.nonce:
                 # Its EpochStart is on the way.
                 return []
+            if known is not None and self._lives(known):
+                # No rank begins before the one that it replaces is gone. One that comes too early says it again.
+                self.num_dropped += 1
+                logger.warning("a hello of rank %d was dropped: that rank lives", hello.rank)
+                return []
             events = self._end_epoch(f"rank {hello.rank} was restarted", fatal=False)
             return events + self._on_hello(identity, hello)
         now = self._clock()
@@ -315,6 +322,7 @@ class Executor:
         if self._config.advertise_host is None:
             Path(f"{self._config.run_dir}/store-{self.epoch - 1}").unlink(missing_ok=True)
             store = f"{self._config.run_dir}/store-{self.epoch}"
+        token_key = secrets.randbits(64)
         for member in self._members.values():
             lost = self._send(member, EpochStart(
                 core_id=self._core_id,
@@ -325,6 +333,7 @@ class Executor:
                 store=store,
                 token_address=self._members[0].hello.token_address,
                 ranks_on_host=sum(other.hello.host == member.hello.host for other in self._members.values()),
+                token_key=token_key,
             ))
             if lost:
                 return lost

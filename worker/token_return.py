@@ -34,7 +34,7 @@ class TokenInbox:
             self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:0")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.num_dropped = 0
-        self._epoch = 0
+        self._epoch = self._key = 0
         self._next_step = 0
 
     @property
@@ -42,9 +42,9 @@ class TokenInbox:
         """Newest step whose tokens were taken; -1 before the first."""
         return self._next_step - 1
 
-    def begin(self, epoch: int) -> None:
-        """Tokens of other epochs are dropped and counted from now on; step 0 of this one comes first."""
-        self._epoch = epoch
+    def begin(self, epoch: int, key: int) -> None:
+        """Tokens of other epochs, or without this epoch's key, are dropped and counted from now on; step 0 comes first."""
+        self._epoch, self._key = epoch, key
 
     def take_until(self, step_id: int, accept: Accept, *, timeout_s: float, peer: int) -> None:
         """Accept what has come, and wait until the tokens of this step are among it.
@@ -77,7 +77,7 @@ class TokenInbox:
         except ProtocolError as error:
             self._drop(str(error))
             return
-        if sampled.epoch != self._epoch or sampled.step_id < self._next_step:
+        if (sampled.epoch, sampled.key) != (self._epoch, self._key) or sampled.step_id < self._next_step:
             self._drop(f"SampledTokens of epoch {sampled.epoch}, step {sampled.step_id}")
             return
         if sampled.step_id > self._next_step:
@@ -93,14 +93,16 @@ class TokenInbox:
 class TokenOutbox:
     """Last stage: sends each step's tokens."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, address: str, epoch: int) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", *, address: str, epoch: int, key: int) -> None:
         self._socket = open_socket(context, zmq.PUSH)
         self._socket.connect(address)
-        self._epoch = epoch
+        self._epoch, self._key = epoch, key
 
     def send(self, step_id: int, rows: list[int], token_ids: list[int], counts: list[int], *, timeout_s: float) -> None:
         """Raises PeerLost when the first stage takes nothing for too long."""
-        message = SampledTokens(epoch=self._epoch, step_id=step_id, rows=rows, token_ids=token_ids, counts=counts)
+        message = SampledTokens(
+            epoch=self._epoch, step_id=step_id, rows=rows, token_ids=token_ids, counts=counts, key=self._key
+        )
         send_within(self._socket, encode(message), timeout_s, f"step {step_id}: rank 0, which needs the sampled tokens,")
 
     def close(self) -> None:
