@@ -27,7 +27,7 @@ from engine.kv_sizing import KVPlan, plan_kv_cache
 from ipc.channel import MAX_PER_TURN, receive_now, try_send
 from ipc.codec import Frame, decode, encode
 from ipc.endpoints import process_start
-from ipc.errors import ConfigError, ProtocolError, RequestError
+from ipc.errors import ConfigError, ProtocolError
 from ipc.messages import (
     Control,
     ControlReply,
@@ -55,6 +55,12 @@ FROM_WORKER = (
 
 MAX_WORKER_HEAD_BYTES = 1 << 24
 """Enough for the log probabilities and columns of the largest step."""
+
+FROM_ANYBODY = (WorkerHello, WorkerReady, Control)
+"""What may come from a socket that no rank is known by. None of them holds columns."""
+
+MAX_STRANGERS_HEAD_BYTES = 1 << 12
+"""Enough for a hello whose texts are as long as those of real hosts and paths."""
 
 HELLO_LIFETIME_S = 3.0
 """A waiting rank repeats its hello every second; one that stopped doing so is gone."""
@@ -153,14 +159,24 @@ class Executor:
             if frames is None:
                 break
             identity, *rest = frames
+            is_known = self._knows(identity)
             try:
-                message = decode(rest, FROM_WORKER, max_head_bytes=MAX_WORKER_HEAD_BYTES)
-            except (ProtocolError, RequestError) as error:
+                message = decode(
+                    rest, FROM_WORKER if is_known else FROM_ANYBODY,
+                    max_head_bytes=MAX_WORKER_HEAD_BYTES if is_known else MAX_STRANGERS_HEAD_BYTES,
+                )  # fmt: skip
+            except ProtocolError as error:
                 self.num_dropped += 1
-                logger.warning("a message on the workers' socket was dropped: %s", error)
+                # Ranks of an epoch that has ended go on for a moment, and are strangers then.
+                level = logging.DEBUG if error.path == "tag" and not is_known else logging.WARNING
+                logger.log(level, "a message on the workers' socket was dropped: %s", error)
                 continue
             events.extend(self._on_message(identity, message))
         return events
+
+    def _knows(self, identity: bytes) -> bool:
+        """Whether this is a socket of a rank. ZeroMQ lets nobody else have its name while it is connected."""
+        return any(identity in (member.identity, member.steps_identity) for member in self._members.values())
 
     def deadline(self) -> float | None:
         """When the next member counts as lost unless it is heard of; None while the group gathers."""

@@ -104,7 +104,7 @@ class EpochStart:
     ranks_on_host: U32 = 1
     """Ranks that share the receiver's host, itself included, whichever agent started them: they share its cores."""
     token_key: U64 = 0
-    """Drawn by the core for this epoch: SampledTokens with another key are a stranger's."""
+    """Drawn by the core for this epoch: what comes to that address without it in front is a stranger's."""
 
 
 @part
@@ -334,8 +334,6 @@ class SampledTokens:
     """``counts[i]`` tokens for ``rows[i]``, flat."""
     counts: Ints
     """One, and one more for each draft of the row that stood."""
-    key: U64 = 0
-    """As in EpochStart: the socket is open to all who reach its address."""
 
 
 @part

@@ -79,7 +79,7 @@ SAMPLES: list[Any] = [
         drafts=m.DraftTokens(indices=[2], counts=[1], token_ids=[70000]), rejected=m.RejectedDrafts(indices=[1], counts=[3]),
     ),
     m.GrammarOutput(core_id=1, epoch=2, step_id=10, rows=[2, 6], masks=ids(-1, 3, 1 << 30, 0)),
-    m.SampledTokens(epoch=2, step_id=10, rows=[1, 2, 6], token_ids=[7, 7, 7], counts=[1, 1, 1], key=5),
+    m.SampledTokens(epoch=2, step_id=10, rows=[1, 2, 6], token_ids=[7, 7, 7], counts=[1, 1, 1]),
     m.ModelRunnerOutput(
         core_id=1, epoch=2, step_id=10, rows=[1, 2], token_ids=[7, 70000], counts=[1, 1], logprobs=COLUMNS,
         prompt_logprobs=COLUMNS, nan_rows=[2],

@@ -71,11 +71,13 @@ def test_strangers_and_other_epochs_are_dropped(context, inbox):
     stranger = open_socket(context, zmq.PUSH)
     stranger.connect(inbox.address)
     stranger.send_multipart([b"\x01", b"junk", b"\xc1"])
+    stranger.send_multipart([KEY.to_bytes(8, "little"), b"\x01", b"junk", b"\xc1"])
+    stranger.send_multipart([KEY.to_bytes(8, "little")])
 
-    def send(rows, **fields):
+    def send(rows, *, key=KEY, **fields):
         ones = [1] * len(rows)
-        said = {"epoch": EPOCH, "step_id": 0, "key": KEY, **fields}
-        stranger.send_multipart(encode(SampledTokens(rows=rows, token_ids=ones, counts=ones, **said)))
+        said = {"epoch": EPOCH, "step_id": 0, **fields}
+        stranger.send_multipart([key.to_bytes(8, "little"), *encode(SampledTokens(rows=rows, token_ids=ones, counts=ones, **said))])
 
     send([1], epoch=EPOCH - 1)
     send([2], key=KEY - 1)
@@ -84,7 +86,7 @@ def test_strangers_and_other_epochs_are_dropped(context, inbox):
     send([9])
     send([], step_id=1)
     assert take(inbox, 1) == [(0, [], []), (1, [], [])]
-    assert inbox.num_dropped == 5
+    assert inbox.num_dropped == 7
     stranger.close(0)
 
 
