@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,7 +44,8 @@ BRIEF_S = 3.0
 class Findings:
     """Of one soak."""
 
-    counts: Counter[str]
+    counts: dict[str, int]
+    """Requests by the way that they came and how they ended."""
     times_s: list[float]
     uses: dict[str, list[Use]]
     """For each process by its name, one for each of the times."""
@@ -116,7 +116,7 @@ def soak(target: Target, *, seconds: float, rate: float, seed: int, max_slope: f
         f"{name}'s memory grows by {found:.2f} MB in 10 minutes, more than {max_slope:g}"
         for name, found in slopes.items() if found > max_slope
     ]  # fmt: skip
-    return Findings(counts=counts, times_s=sampler.times_s, uses=sampler.uses, slopes=slopes, problems=problems)
+    return Findings(counts=dict(counts), times_s=sampler.times_s, uses=sampler.uses, slopes=slopes, problems=problems)
 
 
 def look(pids: Mapping[str, int]) -> dict[str, Use]:
