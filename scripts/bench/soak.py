@@ -32,6 +32,9 @@ MAX_SLOPE = 1.0
 WARM_UP_SHARE = 0.25
 """Of the time: until then caches fill and pools grow."""
 
+NUM_KV_BLOCKS = 512
+"""Memory of a block counts from its first use on: so few that all have been used when the warm-up is over."""
+
 MAX_SAMPLES = 600
 SETTLE_S = 30.0
 """What an idle engine gets to let go of the last requests."""
@@ -213,7 +216,7 @@ def command(
     if png_path is not None and Figure is None:
         raise click.UsageError(str(ConfigError("--png", "needs matplotlib: pip install 'brigade[bench]'")))
     try:
-        with Engine([model, "--pp", str(pp), "--http", "127.0.0.1:0", *flags]) as engine:
+        with Engine([model, "--pp", str(pp), "--http", "127.0.0.1:0", "--num-kv-blocks", str(NUM_KV_BLOCKS), *flags]) as engine:
             target = Target(address=engine.address, url=_url(engine), pids=engine.processes())
             say(f"ready: {', '.join(target.pids)}; {minutes:g} minutes of {rate:g} requests/s")
             findings = soak(target, seconds=60 * minutes, rate=rate, seed=seed, max_slope=max_slope)
