@@ -12,6 +12,7 @@ A hello in any later state means that the group was restarted: the epoch ends an
 
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from engine.kv_sizing import KVPlan, plan_kv_cache
 from ipc.channel import MAX_PER_TURN, receive_now, try_send
 from ipc.codec import Frame, decode, encode
 from ipc.endpoints import process_start
-from ipc.errors import ConfigError, ProtocolError, RequestError
+from ipc.errors import ConfigError, ProtocolError
 from ipc.messages import (
     Control,
     ControlReply,
@@ -54,6 +55,12 @@ FROM_WORKER = (
 
 MAX_WORKER_HEAD_BYTES = 1 << 24
 """Enough for the log probabilities and columns of the largest step."""
+
+FROM_ANYBODY = (WorkerHello, WorkerReady, Control)
+"""What may come from a socket that no rank is known by. None of them holds columns."""
+
+MAX_STRANGERS_HEAD_BYTES = 1 << 12
+"""Enough for a hello whose texts are as long as those of real hosts and paths."""
 
 HELLO_LIFETIME_S = 3.0
 """A waiting rank repeats its hello every second; one that stopped doing so is gone."""
@@ -152,14 +159,24 @@ class Executor:
             if frames is None:
                 break
             identity, *rest = frames
+            is_known = self._knows(identity)
             try:
-                message = decode(rest, FROM_WORKER, max_head_bytes=MAX_WORKER_HEAD_BYTES)
-            except (ProtocolError, RequestError) as error:
+                message = decode(
+                    rest, FROM_WORKER if is_known else FROM_ANYBODY,
+                    max_head_bytes=MAX_WORKER_HEAD_BYTES if is_known else MAX_STRANGERS_HEAD_BYTES,
+                )  # fmt: skip
+            except ProtocolError as error:
                 self.num_dropped += 1
-                logger.warning("a message on the workers' socket was dropped: %s", error)
+                # Ranks of an epoch that has ended go on for a moment, and are strangers then.
+                level = logging.DEBUG if error.path == "tag" and not is_known else logging.WARNING
+                logger.log(level, "a message on the workers' socket was dropped: %s", error)
                 continue
             events.extend(self._on_message(identity, message))
         return events
+
+    def _knows(self, identity: bytes) -> bool:
+        """Whether this is a socket of a rank. ZeroMQ lets nobody else have its name while it is connected."""
+        return any(identity in (member.identity, member.steps_identity) for member in self._members.values())
 
     def deadline(self) -> float | None:
         """When the next member counts as lost unless it is heard of; None while the group gathers."""
@@ -184,13 +201,14 @@ class Executor:
         )
 
     def _kill(self, member: _Member) -> None:
-        hello = member.hello
-        if hello.host != self._core_host or member.started_at is None:
-            return
-        if process_start(hello.pid) == member.started_at:
-            logger.warning("rank %d (process %d) is killed: it is frozen", hello.rank, hello.pid)
+        if self._lives(member):
+            logger.warning("rank %d (process %d) is killed: it is frozen", member.hello.rank, member.hello.pid)
             with suppress(ProcessLookupError):
-                os.kill(hello.pid, signal.SIGKILL)
+                os.kill(member.hello.pid, signal.SIGKILL)
+
+    def _lives(self, member: _Member) -> bool:
+        """Whether its process is there; False also for one of another host."""
+        return member.started_at is not None and process_start(member.hello.pid) == member.started_at
 
     def send_step(self, plan: SchedulerOutput) -> list[Event]:
         """Send one step to every rank: encoded once, the same bytes to each."""
@@ -288,6 +306,11 @@ class Executor:
             if known is not None and known.hello.nonce == hello.nonce:
                 # Its EpochStart is on the way.
                 return []
+            if known is not None and self._lives(known):
+                # No rank begins before the one that it replaces is gone. One that comes too early says it again.
+                self.num_dropped += 1
+                logger.warning("a hello of rank %d was dropped: that rank lives", hello.rank)
+                return []
             events = self._end_epoch(f"rank {hello.rank} was restarted", fatal=False)
             return events + self._on_hello(identity, hello)
         now = self._clock()
@@ -315,6 +338,7 @@ class Executor:
         if self._config.advertise_host is None:
             Path(f"{self._config.run_dir}/store-{self.epoch - 1}").unlink(missing_ok=True)
             store = f"{self._config.run_dir}/store-{self.epoch}"
+        token_key = secrets.randbits(64)
         for member in self._members.values():
             lost = self._send(member, EpochStart(
                 core_id=self._core_id,
@@ -325,6 +349,7 @@ class Executor:
                 store=store,
                 token_address=self._members[0].hello.token_address,
                 ranks_on_host=sum(other.hello.host == member.hello.host for other in self._members.values()),
+                token_key=token_key,
             ))
             if lost:
                 return lost

@@ -103,6 +103,8 @@ class EpochStart:
     """Stage 0's address for SampledTokens."""
     ranks_on_host: U32 = 1
     """Ranks that share the receiver's host, itself included, whichever agent started them: they share its cores."""
+    token_key: U64 = 0
+    """Drawn by the core for this epoch: what comes to that address without it in front is a stranger's."""
 
 
 @part

@@ -50,6 +50,7 @@ SAMPLES: list[Any] = [
     m.WorkerHello(rank=1, world_size=2, local_world_size=2, nonce=77, pid=99, host="h", key="k", token_address="ipc://t"),
     m.EpochStart(
         core_id=1, epoch=2, nonce=77, core_pid=9, core_host="h", store="/s", token_address="ipc://t", ranks_on_host=2,
+        token_key=5,
     ),
     m.WorkerLoaded(
         core_id=1, epoch=2, rank=1, groups=(GROUP,), bytes_per_block=4096, free_bytes=1 << 33, device="cpu",

@@ -294,9 +294,11 @@ class Worker:
         if meeting is not None:
             links = open_links(settings, topology, meeting, loaded.model.boundary(), start.epoch)
             if topology.is_last:
-                token_outbox = TokenOutbox(self._context, address=start.token_address, epoch=start.epoch)
+                token_outbox = TokenOutbox(
+                    self._context, address=start.token_address, epoch=start.epoch, key=start.token_key
+                )
             if self._token_inbox is not None:
-                self._token_inbox.begin(start.epoch)
+                self._token_inbox.begin(start.epoch, start.token_key)
         return Stage(
             topology,
             runner,

@@ -24,6 +24,9 @@ LAYERS = re.compile(r"stage (?P<stage>\d+) of \d+: layers (?P<first>\d+) to (?P<
 READY_S = 300.0
 """To the ready line: a large model is read from disk first."""
 
+PROCESS_MODULES = {b"scripts.agent": "agent", b"engine.core_main": "core", b"engine.openai.process": "http"}
+"""What processes that are no ranks run, and what they are called."""
+
 STOP_S = 60.0
 MAX_LINES = 500
 TAIL_LINES = 12
@@ -88,6 +91,15 @@ class Engine:
                 if b"scripts.serve" in words and b"RANK" in variables and b"scripts.agent" not in words:
                     found[int(variables[b"RANK"])] = pid
         return dict(sorted(found.items()))
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of all that live, by what they are: launcher, agent, core, http, and the ranks."""
+        found = {"launcher": self._process.pid, **{f"rank {rank}": pid for rank, pid in self.ranks().items()}}
+        for pid in _descendants(self._process.pid):
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                found |= {name: pid for word, name in PROCESS_MODULES.items() if word in words}
+        return found
 
     def pin(self, cores: Sequence[Sequence[int]]) -> None:
         """Let rank i, with all of its threads, run on ``cores[i]`` only."""

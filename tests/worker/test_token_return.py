@@ -9,7 +9,7 @@ from ipc.errors import PeerLost
 from ipc.messages import SampledTokens
 from worker.token_return import TokenInbox, TokenOutbox
 
-EPOCH = 5
+EPOCH, KEY = 5, 77
 
 
 class Accepted(list):
@@ -28,14 +28,14 @@ def context():
 @pytest.fixture
 def inbox(context, tmp_path):
     made = TokenInbox(context, run_dir=str(tmp_path), nonce=1, host=None)
-    made.begin(EPOCH)
+    made.begin(EPOCH, KEY)
     yield made
     made.close()
 
 
 @pytest.fixture
 def outbox(context, inbox):
-    made = TokenOutbox(context, address=inbox.address, epoch=EPOCH)
+    made = TokenOutbox(context, address=inbox.address, epoch=EPOCH, key=KEY)
     yield made
     made.close()
 
@@ -71,12 +71,22 @@ def test_strangers_and_other_epochs_are_dropped(context, inbox):
     stranger = open_socket(context, zmq.PUSH)
     stranger.connect(inbox.address)
     stranger.send_multipart([b"\x01", b"junk", b"\xc1"])
-    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH - 1, step_id=0, rows=[1], token_ids=[1], counts=[1])))
-    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=0, rows=[], token_ids=[], counts=[])))
-    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=0, rows=[9], token_ids=[9], counts=[1])))
-    stranger.send_multipart(encode(SampledTokens(epoch=EPOCH, step_id=1, rows=[], token_ids=[], counts=[])))
+    stranger.send_multipart([KEY.to_bytes(8, "little"), b"\x01", b"junk", b"\xc1"])
+    stranger.send_multipart([KEY.to_bytes(8, "little")])
+
+    def send(rows, *, key=KEY, **fields):
+        ones = [1] * len(rows)
+        said = {"epoch": EPOCH, "step_id": 0, **fields}
+        stranger.send_multipart([key.to_bytes(8, "little"), *encode(SampledTokens(rows=rows, token_ids=ones, counts=ones, **said))])
+
+    send([1], epoch=EPOCH - 1)
+    send([2], key=KEY - 1)
+    send([3], key=0, step_id=7)  # from the future: the tokens in between aren't lost, it is a stranger's
+    send([])
+    send([9])
+    send([], step_id=1)
     assert take(inbox, 1) == [(0, [], []), (1, [], [])]
-    assert inbox.num_dropped == 3
+    assert inbox.num_dropped == 7
     stranger.close(0)
 
 
