@@ -83,7 +83,7 @@ def test_the_example_in_the_protocol_is_what_is_sent() -> None:
     version, tag, head, prompt, output = (bytes(frame) for frame in encode(request))
     assert shown[:2] == [version, tag] and shown[3] == prompt and output == b""
     # Ours writes all fields; the example leaves out the trailing ones, but for the header of the array they are the same.
-    assert shown[2][0] == 0x93 and head[0] == 0x97
+    assert shown[2][0] == 0x93 and head[0] == 0x99
     assert head[1:].startswith(shown[2][1:])
 
 

@@ -354,11 +354,13 @@ def test_choices_of_lost_workers_and_those_that_wait_for_an_epoch_run_in_it(tmp_
             pass
         group.stop()
         assert watcher.stats()["requests_waiting"] == 3
-        client.ask(ask("cut"))
-        client.ask(AbortRequest(request_id="cut", index=0))
-        assert client.hear().request_id == "cut"  # type: ignore[union-attr]
-        client.ask(AbortRequest(request_id="cut"))
-        assert [client.hear().index for _ in range(2)] == [2, 1]  # type: ignore[union-attr]
+        other = engine.client()
+        other.attach()
+        other.ask(ask("cut"))
+        other.ask(AbortRequest(request_id="cut", index=0))
+        assert other.hear().request_id == "cut"  # type: ignore[union-attr]
+        other.ask(AbortRequest(request_id="cut"))
+        assert [other.hear().index for _ in range(2)] == [2, 1]  # type: ignore[union-attr]
         second = engine.group()
         assert collect(client, "lost", 3)[0] == answers()
         expect_idle(client)

@@ -326,14 +326,14 @@ def test_choices_end_together_with_the_one_that_kills(tmp_path: Path) -> None:
 
 def test_workers_that_die_by_chance_cost_nobody_an_answer(tmp_path: Path) -> None:
     """Each epoch brings some tokens: what was in flight then is cleared in the next one."""
-    with core_and_group(tmp_path, group={"deaths": [7] * 8}) as (_, fake, client):
+    with core_and_group(tmp_path, group={"deaths": [12] * 4}) as (_, fake, client):
         asked = [ask(name, [5, index], max_tokens=40) for index, name in enumerate("abcd")]
         for message in asked:
             client.ask(message)
         answers = collect(client, asked)
         for message in asked:
             assert answers[message.request_id, 0].token_ids == expected(message.prompt_token_ids.tolist(), 40)
-        assert fake.num_lives == 9
+        assert fake.num_lives == 5
 
 
 # ---------------------------------------------------------------------------------------------- hopeless loops
