@@ -181,6 +181,7 @@ def test_p14_connections_that_drop_leave_nothing(guarded_engine: Engine) -> None
                          greeting + ready + frames],
         url_of(engine): [b"", b"POST", whole[:40], whole[:-20], whole, b"\x16\x03\x01", b"\r\n" * 50],
     }  # fmt: skip
+    num_whole = engine.raw.stats()["requests_finished_total_length"]
     files = [process.num_fds() for process in (core, server)]
     memory = [process.memory_info().rss for process in (core, server)]
     for address, starts in sent.items():
@@ -198,7 +199,8 @@ def test_p14_connections_that_drop_leave_nothing(guarded_engine: Engine) -> None
             else:
                 peer.close()
     first_answers(engine, [5, 6, 7], 4)
-    engine.settle(20)
+    whole_since = engine.settle(20)["requests_finished_total_length"] - num_whole
+    assert whole_since == 2, f"{whole_since - 2} answers were computed to their end for nobody"
     deadline = time.monotonic() + 20
     while any(process.num_fds() > before + 2 for process, before in zip((core, server), files, strict=True)):
         assert time.monotonic() < deadline, [process.num_fds() for process in (core, server)]
