@@ -173,6 +173,9 @@ def test_p10_p14_killed_trees_leave_room_for_the_next(
         assert not left, left
 
 
+START_AGAIN = "import subprocess, sys, torch, scripts.cli; subprocess.run([sys.executable, '-c', ''], check=True)"
+
+
 @pytest.mark.slow
 def test_p10_another_user_at_the_same_time(checkpoints: Checkpoints, tiny_oracle: TinyOracle, excused: list[Excused]) -> None:
     """Both in the same temporary directory."""
@@ -182,7 +185,7 @@ def test_p10_another_user_at_the_same_time(checkpoints: Checkpoints, tiny_oracle
     with short_folder() as tmp:
         tmp.chmod(0o1777)
         model = Path(shutil.copytree(checkpoints.fx_r, tmp / "model"))
-        readable = subprocess.run([*other, sys.executable, "-c", "import torch, scripts.cli"], cwd=tmp, env={**os.environ, "HOME": str(tmp)}, check=False)
+        readable = subprocess.run([*other, sys.executable, "-c", START_AGAIN], cwd=tmp, env={**os.environ, "HOME": str(tmp)}, check=False)
         if readable.returncode:
             pytest.skip("another user can't read this installation")
         env = {"HOME": str(tmp)}
