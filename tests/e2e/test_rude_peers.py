@@ -143,8 +143,11 @@ def test_p13_who_reads_nothing_slows_nobody_and_loses_nothing(
         streams = load(silent, 50)
         peers = []
         for _ in range(5):
-            peer = stack.enter_context(socket.create_connection(host_and_port(url_of(engine)), timeout=60))
+            peer = stack.enter_context(socket.socket())
+            # Before it connects: a window that shrinks loses what is on its way, which then comes ever later.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
+            peer.settimeout(60)
+            peer.connect(host_and_port(url_of(engine)))
             content = json.dumps(body).encode()
             peer.sendall(post_head("/v1/completions", len(content), "connection: close") + content)
             peers.append(peer)
@@ -286,8 +289,7 @@ def connected_to_everything(engine: Engine, count: int) -> Iterator[socket.socke
             if path.is_socket():
                 for _ in range(count):
                     peer = socket.socket(socket.AF_UNIX)
-                    peer.settimeout(10)
-                    peer.connect(str(path))
+                    peer.connect(str(path))  # waits for room in the backlog; with a timeout it would fail instead
                     yield peer
 
 
