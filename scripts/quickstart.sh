@@ -68,4 +68,4 @@ if [ "$code" -ne 0 ]; then
     tail -n 20 "$work/log" >&2
     fail "the server ended with code $code instead of 0; the end of its output is above"
 fi
-say "done; the README says how to go on"
+say "done; to go on: brigade serve $BRIGADE_DEMO_MODEL --pp 2 --dtype float32"

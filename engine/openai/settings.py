@@ -81,4 +81,4 @@ def check_installed() -> None:
     """Raises ConfigError that says what to install."""
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
-        raise ConfigError("--http", f"the HTTP server needs {' and '.join(missing)}: pip install 'brigade[http]'")
+        raise ConfigError("--http", f"the HTTP server needs {' and '.join(missing)}: pip install -e '.[http]' in the clone")

@@ -100,7 +100,7 @@ def stage_table(result: SimulationResult) -> str:
 def draw(path: str, runs: Sequence[tuple[str, SimulationResult]]) -> None:
     """Waiting per stage, load and KV use over time, and the distributions of TTFT and gaps. Raises ConfigError."""
     if Figure is None:
-        raise ConfigError("--png", "needs matplotlib: pip install 'brigade[bench]'")
+        raise ConfigError("--png", "needs matplotlib: pip install -e '.[bench]' in the clone")
     figure: Any = Figure(figsize=(12, 3 * (len(runs) + 1)), layout="constrained")
     axes = figure.subplots(len(runs) + 1, 2, squeeze=False)
     for (name, result), (left, right) in zip(runs, axes[:-1], strict=True):

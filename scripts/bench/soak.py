@@ -214,7 +214,7 @@ def command(
     are wrong. Ends with code 1 when the memory of a process grows, when a file, socket, block or row leaks, or when a request goes wrong.
     """
     if png_path is not None and Figure is None:
-        raise click.UsageError(str(ConfigError("--png", "needs matplotlib: pip install 'brigade[bench]'")))
+        raise click.UsageError(str(ConfigError("--png", "needs matplotlib: pip install -e '.[bench]' in the clone")))
     try:
         with Engine([model, "--pp", str(pp), "--http", "127.0.0.1:0", "--num-kv-blocks", str(NUM_KV_BLOCKS), *flags]) as engine:
             target = Target(address=engine.address, url=_url(engine), pids=engine.processes())

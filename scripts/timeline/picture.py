@@ -44,7 +44,7 @@ UNKNOWN = "#000000"
 def check_can_draw() -> None:
     """Raises ConfigError without matplotlib."""
     if Figure is None:
-        raise ConfigError("--png", "needs matplotlib: pip install 'brigade[bench]'")
+        raise ConfigError("--png", "needs matplotlib: pip install -e '.[bench]' in the clone")
 
 
 def draw(path: str, timeline: Timeline) -> None:

@@ -43,7 +43,7 @@ def command(
     """Watch the engine at ADDRESS: what each stage does and waits for, how fast tokens come, and who has requests open.
 
     Keys: q quits, r and p show or hide the requests and the pipeline. When the engine goes away the screen stays and
-    looks for it again. Needs rich: pip install 'brigade[ui]' (--json does not).
+    looks for it again. Needs rich: pip install -e '.[ui]' in the clone (--json does not).
 
     \b
     Exit codes:
@@ -54,7 +54,7 @@ def command(
     is_live = not (once or as_json or svg) and sys.stdin.isatty() and sys.stdout.isatty()
     with errors_told():
         if rich is None and not as_json:
-            raise ConfigError("brigade top", "needs rich: pip install 'brigade[ui]', or take the numbers of --json")
+            raise ConfigError("brigade top", "needs rich: pip install -e '.[ui]' in the clone, or take the numbers of --json")
         source = Source(
             address or connect, attach_s=LIVE_ATTACH_S if is_live else ATTACH_TIMEOUT_S,
             server_key=server_key, client_key=client_key,
