@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,11 +21,6 @@ from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
 from ipc.security import KeySource
 from ipc.views import RequestsReply
-
-
-class _Keys(NamedTuple):
-    server_key: KeySource | None
-    client_key: KeySource | None
 
 
 class _Attachment(NamedTuple):
@@ -68,7 +64,7 @@ class AsyncClient:
         client_key: KeySource | None = None,
     ) -> None:
         self._addr = addr
-        self._keys = _Keys(server_key, client_key)
+        self._connect = partial(AsyncTokenClient, addr, server_key=server_key, client_key=client_key)
         self._timeout_s = check_timeout(timeout_s)
         self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
         self._attaching = asyncio.Lock()
@@ -87,7 +83,7 @@ class AsyncClient:
         """
         async with self._attaching:
             if self._attachment is None:
-                self._attachment = await _attach(self._addr, self._timeout_s, self._keys)
+                self._attachment = await _attach(self._connect, self._timeout_s)
         await self._attached()
         return self
 
@@ -271,7 +267,7 @@ class AsyncClient:
                     assert self._reconnect_s is not None
                     old = self._attachment_now()
                     await old.tokens.aclose()
-                    self._seeking = asyncio.ensure_future(_attach(self._addr, self._reconnect_s, self._keys, old.text))
+                    self._seeking = asyncio.ensure_future(_attach(self._connect, self._reconnect_s, old.text))
                     try:
                         self._attachment = await self._seeking
                     except asyncio.CancelledError:
@@ -324,9 +320,9 @@ class AsyncClient:
         return AsyncGeneration(request_id, send(self._attachment_now()), find_and_send)
 
 
-async def _attach(addr: str, timeout_s: float, keys: _Keys, known: TextSide | None = None) -> _Attachment:
+async def _attach(connect: "partial[AsyncTokenClient]", timeout_s: float, known: TextSide | None = None) -> _Attachment:
     """``known`` is taken over if it is of the same model: making one takes long."""
-    tokens = AsyncTokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
+    tokens = connect(timeout_s=timeout_s)
     model = await tokens.attach()
     if known is not None and known.is_of(model):
         return _Attachment(tokens, known)

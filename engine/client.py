@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -19,11 +20,6 @@ from ipc.messages import ModelInfo, TimelineReply
 from ipc.params import SamplingParams
 from ipc.security import KeySource
 from ipc.views import RequestsReply
-
-
-class _Keys(NamedTuple):
-    server_key: KeySource | None
-    client_key: KeySource | None
 
 
 class _Attachment(NamedTuple):
@@ -62,11 +58,11 @@ class Client:
         client_key: KeySource | None = None,
     ) -> None:
         self._addr = addr
-        self._keys = _Keys(server_key, client_key)
+        self._connect = partial(TokenClient, addr, server_key=server_key, client_key=client_key)
         self._reconnect_s = None if reconnect_s is None else check_timeout(reconnect_s, "reconnect_s")
         self._reconnecting = threading.Lock()
         self._is_closed = False
-        self._attachment = _attach(addr, timeout_s, self._keys)
+        self._attachment = _attach(self._connect, timeout_s)
 
     def __enter__(self) -> "Client":
         return self
@@ -246,7 +242,7 @@ class Client:
         with self._reconnecting:
             if self._attachment.tokens.is_lost and not self._is_closed:
                 self._attachment.tokens.close()
-                self._attachment = _attach(self._addr, self._reconnect_s, self._keys, self._attachment.text)
+                self._attachment = _attach(self._connect, self._reconnect_s, self._attachment.text)
             if self._is_closed:
                 self._attachment.tokens.close()
             return self._attachment
@@ -283,9 +279,9 @@ class Client:
         return Generation(send(tokens, timeout_s), answers, None if self._reconnect_s is None else resend)
 
 
-def _attach(addr: str, timeout_s: float, keys: _Keys, known: TextSide | None = None) -> _Attachment:
+def _attach(connect: "partial[TokenClient]", timeout_s: float, known: TextSide | None = None) -> _Attachment:
     """``known`` is taken over if it is of the same model: making one takes long."""
-    tokens = TokenClient(addr, timeout_s=timeout_s, server_key=keys.server_key, client_key=keys.client_key)
+    tokens = connect(timeout_s=timeout_s)
     try:
         return _Attachment(tokens, known if known is not None and known.is_of(tokens.model) else TextSide(tokens.model))
     except BaseException:

@@ -110,7 +110,8 @@ class Answers:
         0's seed says what the others' are, and it may be the one of which nothing came yet.
         """
         outputs = {index: list(self._answers[index].token_ids) for index in sorted(self._open)}
-        return None if self._seed is None and any(outputs.values()) else Told(seed=self._seed, outputs=outputs)
+        has_begun = len(outputs) < len(self._answers) or any(outputs.values())
+        return None if self._seed is None and has_begun else Told(seed=self._seed, outputs=outputs)
 
     def take(self, message: RequestOutput, stream: Endable) -> Output | None:
         """The next output; None for what the core made of a choice before it heard that a stop string had ended it.

@@ -134,17 +134,19 @@ def host_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
-    """A private directory (0700) for the sockets, stores and lock of one torchrun agent on one host."""
+    """A private directory (0700) of one process of this host: a torchrun agent's has its engine's sockets, stores and lock, a
+    launcher's has what it gives its agent.
+    """
 
     path: Path
 
     @classmethod
-    def of_agent(cls, agent_pid: int) -> "RunDirectory":
-        """The directory of a living agent; nothing is created. Raises ConfigError when the agent is gone."""
-        start = process_start(agent_pid)
+    def of_process(cls, pid: int) -> "RunDirectory":
+        """The directory of a living process; nothing is created. Raises ConfigError when it is gone."""
+        start = process_start(pid)
         if start is None:
-            raise ConfigError("agent", f"process {agent_pid} that should be torchrun's agent is gone")
-        return cls(path=_base_directory() / f"{agent_pid}-{start:x}")
+            raise ConfigError("agent", f"process {pid} that should be torchrun's agent is gone")
+        return cls(path=_base_directory() / f"{pid}-{start:x}")
 
     @property
     def lock_path(self) -> Path:
@@ -174,7 +176,7 @@ class RunDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_stale_siblings(self) -> None:
-        """Delete the directories of agents that are gone and whose lock is free."""
+        """Delete the directories of processes that are gone and whose lock is free."""
         for sibling in self.path.parent.iterdir():
             pid_text, _, start_text = sibling.name.partition("-")
             if sibling == self.path or not pid_text.isdigit() or not sibling.is_dir():

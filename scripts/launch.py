@@ -1,15 +1,11 @@
 """``brigade serve``: torchrun on this machine, with the settings, signals and exit codes that people expect of a server."""
 
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,7 +25,6 @@ GRACE_S = 15.0
 """Beyond the drain timeout, before what is left is killed."""
 
 CORE_END_S = 5.0
-DIRECTORY_PREFIX = "brigade-serve"
 
 HEAP_IN_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
 """Weights stream through the caches between any two steps, so that what a step touches of the heap, in ranks and core, is
@@ -47,8 +42,9 @@ class Launcher:
         self._words = words
         self._num_stages = num_stages
         self._drain_timeout_s = drain_timeout_s
-        self._directory = _make_directory()
-        self._error_file = Path(self._directory) / "errors"
+        self._directory = RunDirectory.of_process(os.getpid())
+        self._directory.create()
+        self._error_file = self._directory.path / "errors"
         self._stops = 0
         self._deadline: float | None = None
 
@@ -59,7 +55,7 @@ class Launcher:
         _say(f"starting {self._num_stages} {noun} for {self._model}")
         agent = subprocess.Popen(self._agent_words(), start_new_session=True, env=self._agent_environment())
         # Known while the agent lives, needed when it is gone.
-        run_directory = RunDirectory.of_agent(agent.pid)
+        run_directory = RunDirectory.of_process(agent.pid)
         try:
             core = self._wait(agent, run_directory)
             return self._exit_code(agent.returncode)
@@ -132,20 +128,21 @@ class Launcher:
         run_directory.remove()
         # Ranks that were killed may still be on their way out, with a last file to write.
         deadline = time.monotonic() + CORE_END_S
-        while os.path.isdir(self._directory) and time.monotonic() < deadline:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        while self._directory.path.is_dir() and time.monotonic() < deadline:
+            self._directory.remove()
 
     def _agent_words(self) -> list[str]:
+        directory = self._directory.path
         return [
-            sys.executable, "-m", "scripts.agent", str(os.getpid()), self._directory,
+            sys.executable, "-m", "scripts.agent", str(os.getpid()), str(directory),
             f"--nproc-per-node={self._num_stages}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={self._directory}/rendezvous",
+            f"--rdzv-endpoint={directory}/rendezvous",
             "--rdzv-conf=store_type=file",
-            f"--rdzv-id={os.path.basename(self._directory)}",
+            f"--rdzv-id={directory.name}",
             f"--max-restarts={MAX_RESTARTS}",
             f"--monitor-interval={AGENT_POLL_S}",
-            f"--log-dir={self._directory}/log",
+            f"--log-dir={directory}/log",
             "-m", "scripts.serve", f"--error-file={self._error_file}", *self._words,
         ]
 
@@ -154,18 +151,6 @@ class Launcher:
         chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return {**loopback, **HEAP_IN_LARGE_PAGES, **child_environment(), **chosen}
-
-
-def _make_directory() -> str:
-    """A private one for the agent's files, named after this process; those of launchers that were killed are removed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}-*-*-*"):
-        pid, start = path.name.removeprefix(f"{DIRECTORY_PREFIX}-").split("-")[:2]
-        with suppress(OSError, ValueError):
-            status = path.lstat()
-            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and process_start(int(pid)) != int(start, 16):
-                shutil.rmtree(path, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}-{os.getpid()}-{process_start(os.getpid()):x}-")
 
 
 def _say(text: str) -> None:

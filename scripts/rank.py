@@ -69,7 +69,7 @@ def _run(place: TorchrunEnvironment, agent_pid: int, signals: SignalWatch, optio
     config = read_model_config(source.path)
     split_layers(config.num_layers, place.world_size, options["pipeline_partition"])
     capture_sizes = _capture_sizes(options, tells=place.rank == 0)
-    directory = RunDirectory.of_agent(agent_pid)
+    directory = RunDirectory.of_process(agent_pid)
     advertise_host = None
     if place.num_agents > 1:
         advertise_host = local_address_towards(place.master_addr, place.master_port)

@@ -11,7 +11,7 @@ class Use:
     """Of one process at one moment."""
 
     anonymous_bytes: int
-    """Resident memory that no file backs: weights that are mapped don't count, and no page cache."""
+    """Memory that no file backs, swapped out or not: weights that are mapped don't count, and no page cache."""
     num_files: int
     """Open descriptors that are no sockets."""
     num_sockets: int
@@ -24,11 +24,11 @@ def read_use(pid: int) -> Use | None:
         kinds = [_target(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
     except OSError:
         return None
-    match = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    if match is None:
+    sizes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", status, re.MULTILINE)
+    if not sizes:
         return None
     num_sockets = sum(kind.startswith("socket:") for kind in kinds)
-    return Use(anonymous_bytes=int(match[1]) << 10, num_files=sum(map(bool, kinds)) - num_sockets, num_sockets=num_sockets)
+    return Use(anonymous_bytes=sum(map(int, sizes)) << 10, num_files=sum(map(bool, kinds)) - num_sockets, num_sockets=num_sockets)
 
 
 def _target(link: str) -> str:

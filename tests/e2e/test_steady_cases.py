@@ -8,12 +8,10 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import pytest
 
+from scripts.bench.process_use import Use, read_use
 from tests.conftest import Checkpoints
 from tests.e2e.compare import check_stream, greedy_params
 from tests.e2e.conftest import TinyOracle, random_prompt
@@ -34,31 +32,10 @@ MOST_GROWTH = 5 << 20
 CONCURRENCY = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """What one process holds."""
-
-    name: str
-    memory: int
-    """Bytes that are its own, swapped out or not."""
-    num_files: int
-    num_sockets: int
-
-
-def footprints(engine: Engine) -> dict[int, Footprint]:
-    return {process.pid: footprint(process) for process in engine.tree().all}
-
-
-def footprint(process: psutil.Process) -> Footprint:
-    folder = Path(f"/proc/{process.pid}")
-    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    targets = [str(link.readlink()) for link in (folder / "fd").iterdir()]
-    return Footprint(
-        name=" ".join(process.cmdline())[:100],
-        memory=sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap")),
-        num_files=len(targets),
-        num_sockets=sum(target.startswith("socket:") for target in targets),
-    )
+def uses(engine: Engine) -> dict[int, tuple[str, Use]]:
+    """What each process is, and what it holds."""
+    found = {process: read_use(process.pid) for process in engine.tree().all}
+    return {process.pid: (" ".join(process.cmdline())[:100], use) for process, use in found.items() if use is not None}
 
 
 def wait_for_room(client: RawClient, streams: list[Stream]) -> list[Stream]:
@@ -105,18 +82,18 @@ def test_k16_nothing_grows_with_the_number_of_requests(
     draw = random.Random(16)
     short_traffic(engine.raw, draw, num_warm)
     engine.settle()
-    before = footprints(engine)
+    before = uses(engine)
     assert len(before) >= 4
     short_traffic(engine.raw, draw, num_requests)
     engine.settle()
-    after = footprints(engine)
+    after = uses(engine)
     assert after.keys() == before.keys()
-    for pid, old in before.items():
-        new = after[pid]
-        grown = new.memory - old.memory
-        print(f"{grown / 1024:+.0f} KiB, {new.num_files} files, {new.num_sockets} sockets: {new.name}")
-        assert grown < MOST_GROWTH, f"{grown} bytes more after {num_requests} requests: {new.name}"
-        assert (new.num_files, new.num_sockets) == (old.num_files, old.num_sockets), new.name
+    for pid, (name, old) in before.items():
+        new = after[pid][1]
+        grown = new.anonymous_bytes - old.anonymous_bytes
+        print(f"{grown / 1024:+.0f} KiB, {new.num_files} files, {new.num_sockets} sockets: {name}")
+        assert grown < MOST_GROWTH, f"{grown} bytes more after {num_requests} requests: {name}"
+        assert (new.num_files, new.num_sockets) == (old.num_files, old.num_sockets), name
 
 
 # ------------------------------------------------------------------------------------------------ F2

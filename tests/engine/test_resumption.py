@@ -153,6 +153,17 @@ def test_what_nothing_was_told_of_is_asked_for_as_it_was(read: Any) -> None:
 
 
 @readers
+@pytest.mark.parametrize("finish_reason", [None, "stop"])
+def test_without_the_first_choice_s_seed_others_that_were_begun_can_not_go_on(finish_reason: str | None, read: Any) -> None:
+    def begin_second(core: FakeCore, client: bytes, request: AddRequest) -> None:
+        core.output(client, request.request_id, [41], index=1, seed=9, num_output_tokens=1, finish_reason=finish_reason)
+        core.stop_soon()
+
+    with Cores(begin_second, speak(None)) as cores, pytest.raises(PeerLost, match="before it told the seed"):
+        read(cores, SamplingParams(max_tokens=20, n=2))
+
+
+@readers
 def test_cores_that_die_again_and_again_are_followed_while_tokens_come(read: Any) -> None:
     num_losses = MAX_LOSSES + 2
     with Cores(*[speak(3)] * num_losses, speak(None)) as cores:

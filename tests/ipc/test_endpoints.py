@@ -64,7 +64,7 @@ def test_p9_a_long_or_odd_tmpdir_still_gives_a_short_path(tmp_path: Path, monkey
     monkeypatch.setenv("TMPDIR", str(base))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(endpoints.tempfile, "gettempdir", lambda: str(base))
-    run = RunDirectory.of_agent(os.getpid())
+    run = RunDirectory.of_process(os.getpid())
     assert len(run.address("tokens").removeprefix("ipc://")) <= MAX_IPC_PATH
 
 
